@@ -22,7 +22,7 @@ from dofla.profiles.spectrum import (
 
 seeds = st.integers(0, 2**31 - 1)
 lams = st.floats(-5.0, 1.0).map(lambda exponent: 10.0**exponent)
-quick = settings(max_examples=50, deadline=None, derandomize=True)
+quick = settings(max_examples=25, deadline=None, derandomize=True)
 
 
 def some_vectors(seed: int, count: int, dim: int, spread: float = 1.0) -> torch.Tensor:
@@ -85,18 +85,7 @@ def test_degrees_of_freedom_fall_with_lambda_and_stay_between_0_and_the_number_o
     assert 0 < large <= small <= count
     if max(pair) > 1.01 * min(pair):
         assert large < small
-
-
-@quick
-@given(seed=seeds, count=st.integers(1, 30), lam=lams)
-def test_with_unit_trace_no_head_has_more_than_the_inverse_of_lambda(seed, count, lam):
-    assert degrees_of_freedom(gram_spectrum(some_vectors(seed, count, 4, 3.0), 1.0), lam) <= 1 / lam
-
-
-def test_the_order_of_the_vectors_plays_no_part():
-    vectors = some_vectors(0, 20, 5)
-    shuffled = vectors[torch.randperm(20, generator=torch.Generator().manual_seed(1))]
-    torch.testing.assert_close(gram_spectrum(vectors, 0.4).eigenvalues, gram_spectrum(shuffled, 0.4).eigenvalues)
+    assert degrees_of_freedom(spectrum, max(pair), "trace") <= 1 / max(pair)
 
 
 def test_equal_vectors_have_one_direction():
@@ -163,15 +152,16 @@ def test_vectors_that_are_not_finite_are_refused(value):
         gram_spectrum(vectors, 1.0)
 
 
-@pytest.mark.parametrize("lam", [0.0, -1.0, math.nan, math.inf])
-def test_lambda_must_be_a_positive_number(lam):
-    with pytest.raises(DoflaError, match="lambda is"):
-        degrees_of_freedom(Spectrum(torch.ones(3, dtype=torch.float64), 0.0), lam)
-
-
-def test_an_unknown_normalization_lists_the_known_ones():
-    with pytest.raises(DoflaError, match=r"'unit'.*trace, top, mean, none"):
-        degrees_of_freedom(Spectrum(torch.ones(3, dtype=torch.float64), 0.0), 1.0, "unit")
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        *(({"lam": lam}, "lambda is") for lam in (0.0, -1.0, math.nan, math.inf)),
+        ({"lam": 1.0, "normalization": "unit"}, r"'unit'.*trace, top, mean, none"),
+    ],
+)
+def test_a_bad_option_is_named(options, message):
+    with pytest.raises(DoflaError, match=message):
+        degrees_of_freedom(Spectrum(torch.ones(3, dtype=torch.float64), 0.0), **options)
 
 
 # --- attention --------------------------------------------------------------------------------------------------------
@@ -264,11 +254,9 @@ def test_the_papers_estimate_is_doubted_where_its_subsamples_differ():
         torch.testing.assert_close(
             values * math.exp(calm.log_scale), expected.clamp_min(0), rtol=1e-9, atol=1e-12 * 256
         )
+    # Nothing is known of the error of a single matrix.
+    assert gram_spectrum(vectors[: 2 * SUBSAMPLES - 1], 1.0).subsamples is None
+    assert math.isnan(standard_error(Spectrum(torch.ones(3, dtype=torch.float64), 0.0), 0.1))
     heavy = gram_spectrum(vectors * (1 + 3 * torch.arange(256).eq(7))[:, None], 1.0)
     for spectrum, low, high in ((calm, 0, 0.05), (heavy, 0.2, 10)):
         assert low < standard_error(spectrum, 2.0**-8) / degrees_of_freedom(spectrum, 2.0**-8) < high
-
-
-def test_nothing_is_known_of_the_error_of_a_single_matrix():
-    assert math.isnan(standard_error(Spectrum(torch.ones(3, dtype=torch.float64), 0.0), 0.1))
-    assert gram_spectrum(some_vectors(0, 2 * SUBSAMPLES - 1, 3), 1.0).subsamples is None
