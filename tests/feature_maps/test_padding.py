@@ -81,7 +81,7 @@ def some_weights(seed, batch, length, share):
     return real * torch.rand(batch, length, generator=generator).where(torch.tensor(seed % 2 == 0), torch.tensor(1.0))
 
 
-@settings(max_examples=80, deadline=None, derandomize=True)
+@settings(max_examples=40, deadline=None, derandomize=True)
 @given(
     kind=st.sampled_from(sorted(KINDS)),
     seed=st.integers(0, 2**20),
@@ -105,9 +105,8 @@ def test_each_sequence_gets_what_it_gets_alone(kind, seed, share, cuts, dtype):
 
 
 @pytest.mark.parametrize("feature_map", sorted(FEATURE_MAPS.keys() - {"none"}))
-@pytest.mark.parametrize("kind", ["hybrid", "unequal_hybrid", "features"])
-def test_with_every_feature_map(feature_map, kind):
-    layer = make_layer(kind, feature_map=feature_map)
+def test_with_every_feature_map(feature_map):
+    layer = make_layer("unequal_hybrid", feature_map=feature_map)
     vectors, weight = make_vectors(layer, 3, LENGTH), some_weights(3, 3, LENGTH, 0.5)
     out, _ = in_calls(layer, vectors, weight, [0, 11, 12, 30, LENGTH])
     torch.testing.assert_close(out, each_alone(layer, vectors, weight)[0], rtol=1e-9, atol=1e-9)
