@@ -147,13 +147,10 @@ def test_a_folder_that_is_no_model_is_refused_in_one_line(files, match, tmp_path
         dofla.check(tmp_path)
 
 
-@pytest.mark.parametrize(("name", "match"), [("/no/such/folder", "no folder"), ("no/model", "cannot read the config")])
-def test_a_name_of_nothing_is_refused(name, match):
-    with pytest.raises(DoflaError, match=match):
-        dofla.check(name)
-
-
-def test_wrong_options_are_refused(tiny):
+def test_wrong_names_and_options_are_refused(tiny):
+    for name, match in (("/no/such/folder", "no folder"), ("no/model", "cannot read the config")):
+        with pytest.raises(DoflaError, match=match):
+            dofla.check(name)
     for options, match in [
         ({"sizes": ["5 m"]}, "size is '5 m': give bytes with a unit"),
         ({"sizes": ["5KB"], "ratio": 16}, "sizes are given and ratio is 16: give one of them"),
