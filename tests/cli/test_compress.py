@@ -19,7 +19,18 @@ SHORT = ["--size", "102KiB", "--set", "windows=2", "--set", "length=32"]
 def calibration(tmp_path_factory):
     """A file, with ranked retrieval heads."""
     path = tmp_path_factory.mktemp("calibrated") / "calibration.safetensors"
-    short = ["--data", "sample", "--set", "windows=12", "--set", "length=48", "--set", "context=256"]
+    short = [
+        "--data",
+        "sample",
+        "--set",
+        "windows=6",
+        "--set",
+        "length=64",
+        "--set",
+        "batch_size=2",
+        "--set",
+        "context=256",
+    ]
     assert call("calibrate", "demo", *short, "--retrieval-heads", "--out", path) == 0
     return path
 

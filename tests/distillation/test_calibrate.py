@@ -84,19 +84,6 @@ def test_statistics_are_those_of_the_teachers_real_queries_and_keys(tiny, name, 
                 assert_close(getattr(feature_map, f"{what}_std")[place].double(), std, rtol=1e-4, atol=1e-5)
 
 
-@both_maps
-def test_what_padding_holds_plays_no_part(tiny, name):
-    batch, other = tiny.padded(3, LENGTH), tiny.tokens(3, LENGTH, seed=9)
-    changed = batch | {"input_ids": torch.where(batch["attention_mask"] == 1, batch["input_ids"], other)}
-    assert not torch.equal(changed["input_ids"], batch["input_ids"])
-    found = []
-    for given in (batch, changed):
-        student = student_of(tiny, name=name, window=2, sinks=1)
-        calibrate(Converted.of(student), [given])
-        found.append(tensors(student))
-    assert_close(found[0], found[1], rtol=1e-4, atol=1e-5)
-
-
 # --- level ------------------------------------------------------------------------------------------------------------
 
 
@@ -278,11 +265,3 @@ def test_a_resumed_run_keeps_the_statistics_of_its_start(tiny, tmp_path, process
     history = distill(student, tokens, **options)
     assert torch.equal(history.losses, expected.losses)
     assert equal(tensors(student), tensors(whole))
-
-
-def test_a_second_distillation_keeps_the_statistics_of_the_first(tiny):
-    student = student_of(tiny, window=2)
-    distill(student, tiny.tokens(8, LENGTH), **OPTIONS)
-    first = statistics(student)
-    distill(student, tiny.tokens(8, LENGTH, seed=4), **OPTIONS)
-    assert equal(statistics(student), first)

@@ -98,7 +98,9 @@ def test_the_students_modes_are_left_as_they_were(tiny):
         before = student(tokens).logits
     calm = distill(student, tokens, steps=1).losses
     student = student_of(tiny, tiny.gpt2(attn_pdrop=0.5, resid_pdrop=0.5)).train()
-    assert torch.equal(distill(student, tokens, steps=1).losses, calm)
+    with torch.no_grad():  # nor does it matter whether gradients are on
+        assert torch.equal(distill(student, tokens, steps=1).losses, calm)
+        assert not torch.is_grad_enabled()
     assert all(module.training for module in student.modules())
     with torch.no_grad():
         assert not torch.allclose(student.eval()(tokens).logits, before)
@@ -134,16 +136,6 @@ def test_the_teacher_fills_no_cache(tiny):
     assert caches == []
 
 
-def test_it_works_where_gradients_are_off(tiny):
-    tokens = tiny.tokens(WINDOWS, LENGTH)
-    inside, outside = student_of(tiny), student_of(tiny)
-    with torch.no_grad():
-        distill(inside, tokens, steps=3)
-        assert not torch.is_grad_enabled()
-    distill(outside, tokens, steps=3)
-    assert equal(feature_maps(inside), feature_maps(outside))
-
-
 def test_a_half_precision_teacher_trains_float32_features(tiny):
     student, tokens = student_of(tiny, tiny.llama().bfloat16()), tiny.tokens(WINDOWS, LENGTH)
     history = distill(student, tokens, steps=30, batch_size=WINDOWS)
@@ -163,8 +155,9 @@ def test_padded_encoders_and_images_are_distilled(tiny, options):
 # --- batches ----------------------------------------------------------------------------------------------------------
 
 
-def test_accumulating_two_batches_is_one_batch_of_twice_the_size(tiny):
-    tokens = tiny.tokens(WINDOWS, LENGTH)
+@pytest.mark.parametrize("windows", [WINDOWS, WINDOWS - 1])  # batches count by their windows
+def test_accumulating_two_batches_is_one_batch_of_twice_the_size(tiny, windows):
+    tokens = tiny.tokens(windows, LENGTH)
     split, whole = (in_float64(student_of(tiny)) for _ in range(2))
     # Not so for the output loss, whose squared error is relative to each batch's own square.
     first = distill(split, tokens, loss="softmax", steps=3, batch_size=2, accumulate=2)
@@ -204,15 +197,7 @@ def test_the_last_step_of_an_epoch_takes_the_windows_that_are_left(tiny):
     assert batches_seen(student_of(tiny), tokens, batch_size=2, accumulate=2, epochs=2) == seen[:8]
 
 
-def test_batches_of_a_step_count_by_their_windows(tiny):
-    tokens = tiny.tokens(7, LENGTH)
-    split, whole = (in_float64(student_of(tiny)) for _ in range(2))
-    first = distill(split, tokens, loss="softmax", steps=2, batch_size=2, accumulate=2)
-    second = distill(whole, tokens, loss="softmax", steps=2, batch_size=4)
-    torch.testing.assert_close(first.losses, second.losses, rtol=sum_error(4 * LENGTH), atol=0)
-
-
-def test_rows_are_drawn_anew_for_each_step(tiny, monkeypatch):
+def test_rows_are_drawn_anew_for_each_step_by_the_seed_and_progress_is_reported(tiny, monkeypatch):
     drawn = []
 
     def spy(teacher, call, layer, rows):
@@ -220,8 +205,20 @@ def test_rows_are_drawn_anew_for_each_step(tiny, monkeypatch):
         return LOSSES["softmax"](teacher, call, layer, rows)
 
     monkeypatch.setitem(LOSSES, "spy", spy)
-    distill(student_of(tiny), tiny.tokens(WINDOWS, LENGTH), loss="spy", steps=60, rows=5)
-    rows = torch.stack([rows for name, rows in drawn if name == "model.layers.0.self_attn"])
+    runs, seen = [], []
+    for seed, steps in ((3, 60), (3, 3), (4, 3)):
+        options = {"rows": 5, "seed": seed, "progress": lambda *x: seen.append(x)}
+        runs.append(distill(student_of(tiny), tiny.tokens(WINDOWS, LENGTH), loss="spy", steps=steps, **options))
+    first, again, other = (run.losses[0] for run in runs)
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+    assert [(done, steps) for done, steps, _ in seen] == [
+        (n + 1, len(x.losses)) for x in runs for n in range(len(x.losses))
+    ]
+    for row, (_, _, losses) in zip(runs[0].losses, seen[:60], strict=True):
+        assert list(losses) == runs[0].layers
+        torch.testing.assert_close(torch.tensor(list(losses.values())), row)
+    rows = torch.stack([rows for name, rows in drawn if name == "model.layers.0.self_attn"])[:60]
     assert rows.shape == (60, 5)
     assert (rows.diff(dim=1) > 0).all()
     assert len(rows.unique(dim=0)) > 50
@@ -236,22 +233,6 @@ def test_all_rows_are_looked_at_unless_fewer_are_asked_for(tiny):
     assert torch.equal(same, every)
     assert torch.equal(more, every)
     assert not torch.equal(fewer, every)
-
-
-def test_the_same_seed_gives_the_same_numbers(tiny):
-    tokens = tiny.tokens(WINDOWS, LENGTH)
-    runs = [distill(student_of(tiny), tokens, steps=3, rows=4, seed=seed).losses for seed in (3, 3, 4)]
-    assert torch.equal(runs[0], runs[1])
-    assert not torch.equal(runs[0], runs[2])
-
-
-def test_progress_is_reported(tiny):
-    seen = []
-    history = distill(student_of(tiny), tiny.tokens(WINDOWS, LENGTH), steps=3, progress=lambda *x: seen.append(x))
-    assert [(done, steps) for done, steps, _ in seen] == [(1, 3), (2, 3), (3, 3)]
-    for row, (_, _, losses) in zip(history.losses, seen, strict=True):
-        assert list(losses) == history.layers
-        torch.testing.assert_close(torch.tensor(list(losses.values())), row)
 
 
 # --- stopping and going on --------------------------------------------------------------------------------------------
@@ -404,7 +385,6 @@ def test_nan_names_layer_and_step_saves_nothing_of_it_and_leaves_nothing_behind(
     [
         ({"loss": "huber"}, "unknown loss 'huber': choose one of direct, l2, output, softmax"),
         ({"schedule": "linear"}, "unknown schedule 'linear': choose one of constant, cosine"),
-        ({"batch_size": 9}, "8 windows are too few for one step of 9"),
         ({"batch_size": 3, "accumulate": 3}, "8 windows are too few for one step of 9"),
         ({"batch_size": 0}, "batch_size is 0"),
         ({"accumulate": 0}, "accumulate is 0"),
@@ -415,7 +395,6 @@ def test_nan_names_layer_and_step_saves_nothing_of_it_and_leaves_nothing_behind(
         ({"learning_rates": {"beta": 1.0}}, "learning_rates names 'beta': the feature maps have log_alpha, z"),
         ({"learning_rates": {"z": 0.0}}, "the learning rate of 'z' is 0.0"),
         ({"learning_rates": {"z": math.nan}}, "the learning rate of 'z' is nan"),
-        ({"learning_rates": {"z": math.inf}}, "the learning rate of 'z' is inf"),
     ],
 )
 def test_a_bad_option_is_one_line_with_the_way_out(tiny, options, message):

@@ -15,7 +15,6 @@ from dofla.distillation import LOSSES, distill
 from dofla.distillation.losses import softmax_loss
 from dofla.errors import DoflaError
 from dofla.integration.converted import Converted
-from dofla.integration.recorder import recording, run_body
 
 WINDOWS, LENGTH = 8, 16
 FIRST, SECOND = "model.layers.0.self_attn", "model.layers.1.self_attn"
@@ -100,33 +99,6 @@ def test_layers_kept_softmax_stay_softmax_on_the_way(tiny, seen):
     assert call.name == SECOND
     assert torch.equal(teacher.key, call.key)
     assert not torch.equal(later_teacher.key, later_call.key)
-
-
-def own_error(student, tokens):
-    """Mean divergence of each layer on its own inputs from the teacher on the teacher's."""
-    layers, teacher, own = Converted.of(student).layers, {}, {}
-    with torch.no_grad():
-        for calls, linear in ((teacher, False), (own, True)):
-            with recording(student, layers, lambda call, calls=calls: calls.update({call.name: call}), linear=linear):
-                run_body(student, tokens)
-        rows = torch.arange(LENGTH)
-        return [softmax_loss(teacher[name], own[name], layer, rows).item() for name, layer in layers.items()]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("loss", ["softmax", "output"])
-@pytest.mark.parametrize("plan", [{}, {"feature_map": "mlp", "window": 2, "sinks": 1}])
-def test_training_on_own_inputs_lowers_the_error_there(tiny, loss, plan):
-    tokens, options = {"input_ids": tiny.tokens(WINDOWS, LENGTH)}, {"steps": 40, "batch_size": WINDOWS, "loss": loss}
-    untrained = own_error(student_of(tiny, **plan), tokens)
-    student, other = student_of(tiny, **plan), student_of(tiny, **plan)
-    history = distill(student, tokens, own_inputs=1, **options)
-    distill(other, tokens, **options)
-    found = own_error(student, tokens)
-    assert all(after < 0.9 * before for after, before in zip(found, untrained, strict=True))
-    # The first layer gets what it always gets; the second does better than one that never saw its own inputs.
-    assert found[1] < own_error(other, tokens)[1]
-    assert (history.losses[-1] < history.losses[0]).all()
 
 
 @pytest.mark.parametrize(

@@ -208,16 +208,6 @@ def test_statistics_are_those_of_eager_attention(tiny, kind):
     assert max(entropies) - min(entropies) > 0.01
 
 
-def test_queries_and_keys_are_those_after_positions(tiny):
-    model, tokens = tiny.llama(), tiny.tokens(3, 12)
-    calls = recorded(model, {"input_ids": tokens})
-    for name, (query, key) in projected_by_hand(model, tokens).items():
-        torch.testing.assert_close(calls[name].query, query, rtol=1e-4, atol=1e-4)
-        torch.testing.assert_close(calls[name].key, key, rtol=1e-4, atol=1e-4)
-        assert calls[name].query.shape == (3, 4, 12, 8)
-        assert calls[name].key.shape == (3, 2, 12, 8)
-
-
 def test_spectra_are_those_of_all_queries_and_keys_if_the_sample_holds_them_all(tiny):
     model, tokens = tiny.llama(num_key_value_heads=4), tiny.tokens(3, 12)
     profile = dofla.linear.profile(model, tokens, samples=ALL, estimator="paper", batch_size=2)
@@ -544,10 +534,8 @@ DAMAGES = {
     "half of profile.json": (truncate("profile.json"), "profile.json"),
     "profile.json is a list": (lambda folder: (folder / "profile.json").write_text("[]"), "profile.json"),
     "no layers": (edit_json(lambda data: data.pop("layers")), "profile.json"),
-    "layers of another kind": (edit_json(lambda data: data.update(layers=5)), "profile.json"),
     "a layer of another kind": (edit_json(lambda data: data["layers"].append("x")), "profile.json"),
     "a field missing": (edit_json(lambda data: data["layers"][0].pop("scaling")), "profile.json"),
-    "no seed": (edit_json(lambda data: data.pop("seed")), "profile.json"),
     "a head missing": (edit_json(lambda data: data["layers"][1]["per_head"].pop()), "profile.json"),
     "a head of another kind": (edit_json(lambda data: data["layers"][0].update(per_head=[1, 2])), "profile.json"),
     "a strange statistic": (edit_json(lambda data: data["layers"][0]["per_head"][0].update(odd=1)), "profile.json"),
@@ -555,7 +543,6 @@ DAMAGES = {
     "a skipped layer of another kind": (edit_json(lambda data: data.update(skipped=[{"name": "x"}])), "profile.json"),
     "no spectra": (lambda folder: (folder / "spectra.safetensors").unlink(), "spectra.safetensors"),
     "half of the spectra": (truncate("spectra.safetensors"), "spectra.safetensors"),
-    "empty spectra": (lambda folder: (folder / "spectra.safetensors").write_bytes(b""), "spectra.safetensors"),
     "the spectra of another layer": (edit_spectra(lambda x: x.update({"d": x.pop("a.attention")})), "a.attention"),
     "a NaN eigenvalue": (edit_spectra(lambda x: x["b.attention"][1].fill_(torch.nan)), "b.attention"),
     "a spectrum too few": (edit_spectra(lambda x: x.update({"a.attention": x["a.attention"][:1]})), "a.attention"),
