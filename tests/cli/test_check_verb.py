@@ -17,8 +17,3 @@ def test_a_model_is_told_of_for_people_and_for_programs(capsys):
     assert found["supported"]
     assert [(x["tokens"], x["size"]) for x in found["cache"]] == [(n, 278_528) for n in (2048, 8192, 32768)]
     assert found["cache"][0]["factor"] > 10
-
-
-def test_what_is_no_model_is_one_line(tmp_path, capsys):
-    assert call("check", tmp_path) == 2
-    assert capsys.readouterr().err == f"dofla: the folder {tmp_path} has no config.json: give that of a model\n"

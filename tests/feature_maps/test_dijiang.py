@@ -18,14 +18,6 @@ def test_only_the_weights_are_trained():
     assert not list(make("dijiang_code").parameters())
 
 
-def test_a_mean_over_quasi_random_rows_scatters_less_than_over_independent_ones():
-    """The mean of ``exp(z·x)`` is the estimate of a kernel, up to a factor."""
-    x, generator = torch.tensor([0.5, -0.3, 0.4]), torch.Generator().manual_seed(0)
-    samples = sobol_gaussian(500, 64, 3, generator), torch.randn(500, 64, 3, generator=generator)
-    quasi, independent = (torch.exp(z @ x).mean(-1).var() for z in samples)
-    assert quasi < 0.2 * independent
-
-
 def test_in_every_coordinate_there_is_one_row_in_each_interval_of_equal_probability():
     z = sobol_gaussian(5, 32, 7, torch.Generator().manual_seed(0)).double()
     places = (torch.special.ndtr(z) * 32).long().sort(dim=1).values

@@ -161,10 +161,6 @@ def test_the_dimensions_the_paper_reports_come_out_within_the_budget_it_names():
     assert features(clipped) == [min(64, count) for count in PAPER_GPT2]
 
 
-def test_a_layer_with_hardly_any_degrees_of_freedom_keeps_one_feature():
-    assert features(allocate(known([1e-9, 1.0, 3.0]), 4, "dof")) == [1, 3, 8]
-
-
 @pytest.mark.parametrize(
     ("over_heads", "expected"), [("max", [12, 4]), ("mean", [8, 8]), ("q100", [12, 4]), ("q75", [10, 6])]
 )

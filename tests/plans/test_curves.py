@@ -143,18 +143,6 @@ def test_for_two_kinds_of_heads_two_sizes_are_as_good_as_one_for_each(kinds, eff
 
 
 @quick
-@given(effects=st.lists(st.floats(0.01, 100), min_size=2, max_size=5, unique=True), power=st.floats(0.1, 2))
-def test_the_heads_that_harm_more_get_more(effects, power):
-    shape = Shape(len(effects), COST)
-    hull = best_sizes(curve("a", effects, power=power), shape)
-    for choice in hull:
-        in_order = [COST.total(*size) for _, size in sorted(zip(effects, choice.sizes, strict=True))]
-        assert in_order == sorted(in_order)
-    if max(effects) > 20 * min(effects):
-        assert any(len(set(choice.sizes)) == 2 for choice in hull)
-
-
-@quick
 @given(
     layers=st.lists(ragged(), min_size=1, max_size=3),
     budget=st.integers(1, 30),

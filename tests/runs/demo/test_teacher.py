@@ -9,12 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from huggingface_hub import ModelCard
-from transformers import (
-    AttentionInterface,
-    AutoModelForCausalLM,
-    PreTrainedModel,
-    PreTrainedTokenizerFast,
-)
+from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from dofla.runs.demo import TASKS, model_path
