@@ -205,21 +205,6 @@ def test_maps_that_were_calibrated_or_do_not_look_at_data_stay_bit_for_bit(tiny,
     assert forwards == []
 
 
-def test_layers_of_both_kinds_are_told_apart(tiny):
-    model = tiny.llama()
-    plan = tiny.plan(model, feature_map="mlp", window=2)
-    plan.layers[1].feature_map = "prf"
-    student = dofla.linear.linearize(model, plan)
-    before = tensors(student)
-    calibrate(Converted.of(student), [{"input_ids": tiny.tokens(2, LENGTH)}])
-    for key, tensor in tensors(student).items():
-        if ".layers.1." in key:
-            assert torch.equal(tensor, before[key])
-    first, second = Converted.of(student).layers.values()
-    assert not first.maps[0].wants_data
-    assert not second.maps[0].wants_data
-
-
 # --- in distillation --------------------------------------------------------------------------------------------------
 
 

@@ -193,7 +193,7 @@ def test_rows_are_drawn_anew_for_each_step_by_the_seed_and_progress_is_reported(
 
     monkeypatch.setitem(LOSSES, "spy", spy)
     runs, seen = [], []
-    for seed, steps in ((3, 60), (3, 3), (4, 3)):
+    for seed, steps in ((3, 40), (3, 3), (4, 3)):
         options = {"rows": 5, "seed": seed, "progress": lambda *x: seen.append(x)}
         runs.append(distill(student_of(tiny), tiny.tokens(WINDOWS, LENGTH), loss="spy", steps=steps, **options))
     first, again, other = (run.losses[0] for run in runs)
@@ -202,13 +202,13 @@ def test_rows_are_drawn_anew_for_each_step_by_the_seed_and_progress_is_reported(
     assert [(done, steps) for done, steps, _ in seen] == [
         (n + 1, len(x.losses)) for x in runs for n in range(len(x.losses))
     ]
-    for row, (_, _, losses) in zip(runs[0].losses, seen[:60], strict=True):
+    for row, (_, _, losses) in zip(runs[0].losses, seen[:40], strict=True):
         assert list(losses) == runs[0].layers
         torch.testing.assert_close(torch.tensor(list(losses.values())), row)
-    rows = torch.stack([rows for name, rows in drawn if name == "model.layers.0.self_attn"])[:60]
-    assert rows.shape == (60, 5)
+    rows = torch.stack([rows for name, rows in drawn if name == "model.layers.0.self_attn"])[:40]
+    assert rows.shape == (40, 5)
     assert (rows.diff(dim=1) > 0).all()
-    assert len(rows.unique(dim=0)) > 50
+    assert len(rows.unique(dim=0)) > 33
     assert set(rows.flatten().tolist()) == set(range(LENGTH))
 
 

@@ -29,8 +29,6 @@ from dofla.errors import DoflaError
 from dofla.evaluation.embeddings import embedding_figures
 from dofla.evaluation.language import next_token_figures
 from dofla.integration.converted import Converted
-from dofla.runs.recipe import Recipe
-from dofla.runs.run import run
 
 WINDOWS, LENGTH = 8, 16
 OPTIONS = {"steps": 4, "batch_size": 2, "accumulate": 2}
@@ -373,32 +371,3 @@ def test_a_loss_that_is_not_finite_names_the_step_and_leaves_the_student_alone(t
     with pytest.raises(DoflaError, match=r"the kl loss is (nan|inf) at step \d: lower learning_rates"):
         distill_end_to_end(student, tokens, learning_rates={"weights": 1e30})
     assert equal(student.state_dict(), before)
-
-
-# --- in a recipe ------------------------------------------------------------------------------------------------------
-
-
-def test_a_recipe_has_end_to_end_students_beside_others(tiny, tmp_path, monkeypatch):
-    model, tokens = tiny.llama(), TokenWindows.of(tiny.tokens(WINDOWS, LENGTH))
-    untouched = {name: value.clone() for name, value in model.state_dict().items()}
-    monkeypatch.setattr("dofla.runs.opened.open_original", lambda *_: (model, None))
-    monkeypatch.setattr("dofla.runs.opened.windows_of", lambda *_, **__: tokens)
-    students = [{"name": "Whole", "strategy": "fixed", "end_to_end": True}, {"name": "Plain", "strategy": "fixed"}]
-    data = {"model": "tiny", "budget": 8, "students": students, "distill": {"steps": 3}}
-    data["end_to_end"] = {"steps": 20, "batch_size": WINDOWS, "learning_rates": {"weights": 1e-3}}
-    recipe = Recipe.from_dict(data)
-    results = run(recipe, tmp_path / "run")
-    whole, plain = (row["runs"][0] for row in results["models"])
-    assert whole["language"]["kl"] < 0.9 * plain["language"]["kl"]
-    assert whole["language"]["original_loss"] == plain["language"]["original_loss"]
-    assert equal(model.state_dict(), untouched)
-    home = tmp_path / "run" / "models" / "whole-seed0"
-    seconds = [json.loads((home / part / "trained.json").read_text())["seconds"] for part in (".", "end_to_end")]
-    assert whole["distill_seconds"] == sum(seconds)
-
-    (home / "evaluation.json").unlink()
-    monkeypatch.setattr("dofla.runs.models.distill_end_to_end", None)  # opened, not trained again
-    again = run(recipe, tmp_path / "run")["models"][0]["runs"][0]
-    assert again["language"] == whole["language"]
-    with pytest.raises(DoflaError, match=r"student Whole is end_to_end, and end_to_end\.steps is 0"):
-        Recipe.from_dict(data | {"end_to_end": {}})

@@ -220,23 +220,6 @@ def test_a_student_that_is_its_teacher_and_rows_of_padding_have_no_loss_and_no_g
 
 
 @every_loss
-@pytest.mark.parametrize("padding", ["none", "left", "right", "any"])
-def test_what_padding_holds_plays_no_part(name, padding):
-    layer = make_layer([3, 2], sinks=1)
-    weight = padding_weight(padding, 2, 2, 8)
-    call = make_call(7, 2, 8, weight=weight)
-    other = make_call(8, 2, 8, weight=weight)
-    real = torch.ones(2, 8) if weight is None else weight
-    mixed = [
-        torch.where(real.bool()[:, None, :, None], a, 5 * b)
-        for a, b in ((call.query, other.query), (call.key, other.key), (call.value, other.value))
-    ]
-    changed = AttentionCall("a", *mixed, weight, SCALING, True)
-    loss = LOSSES[name]
-    torch.testing.assert_close(loss(changed, changed, layer, all_rows(call)), loss(call, call, layer, all_rows(call)))
-
-
-@every_loss
 @pytest.mark.parametrize("window", [0, 4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_vectors_of_real_length_give_finite_losses_and_gradients(name, window, dtype):

@@ -77,12 +77,6 @@ def test_losses_see_the_students_own_calls_and_the_teachers(tiny, seen, plan, pa
         assert (getattr(later_teacher, what) - getattr(later_call, what)).abs().max() > 0.1
 
 
-def test_without_own_inputs_both_calls_are_the_teachers(tiny, seen):
-    distill(student_of(tiny), tiny.tokens(WINDOWS, LENGTH), loss="spy", steps=2)
-    assert len(seen) == 4
-    assert all(teacher is call for teacher, call in seen)
-
-
 @pytest.mark.parametrize(("share", "own"), [(0.0, 0), (0.25, 1), (0.5, 2), (0.6, 2), (1.0, 4), (1, 4)])
 def test_it_is_the_last_steps_that_see_own_inputs(tiny, seen, share, own):
     distill(student_of(tiny), tiny.tokens(WINDOWS, LENGTH), loss="spy", steps=4, own_inputs=share, accumulate=2)

@@ -20,6 +20,7 @@ from dofla.errors import DoflaError
 from dofla.evaluation.embeddings import embedding_figures
 from dofla.evaluation.language import next_token_figures
 from dofla.evaluation.run import Evaluation
+from dofla.evaluation.samples import beginnings
 from dofla.integration.converted import Converted
 
 LENGTH = 16
@@ -189,3 +190,31 @@ def test_what_cannot_be_evaluated_is_refused(tiny):
     for kind in ("llama", "bert"):
         with pytest.raises(DoflaError, match="batch_size is 0"):
             dofla.evaluate(student_of(tiny, kind), tokens, batch_size=0)
+
+
+# --- prompts that are continued for people to read --------------------------------------------------------------------
+
+
+class Letters:
+    """A tokenizer whose tokens are bytes, of which 0 separates documents."""
+
+    all_special_ids = (0,)
+
+    def decode(self, ids):
+        return bytes(ids).decode()
+
+
+def windows(text):
+    return TokenWindows(torch.tensor([[0 if letter == "|" else ord(letter) for letter in text]]))
+
+
+def test_prompts_begin_with_a_document_or_a_sentence():
+    for text, expected in (
+        ("of it.|Once upon a.", "|Once"),
+        ("of it. Once upon a.", " Once"),
+        ("no ends here at all", "no en"),
+    ):
+        ((ids, new),) = beginnings(windows(text), Letters(), prompts=3, prompt_tokens=5, new_tokens=7)
+        assert ("".join(chr(i) if i else "|" for i in ids.tolist()), new) == (expected, 7)
+    ((ids, _),) = beginnings(windows("of it. Once"), None, prompts=1, prompt_tokens=50, new_tokens=7)
+    assert len(ids) == 11

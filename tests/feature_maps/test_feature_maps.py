@@ -8,7 +8,6 @@ from making import SCALING, make, vectors
 from torch.testing import assert_close
 
 from dofla.attention import exact_scores, log_kernel
-from dofla.errors import DoflaError
 from dofla.feature_maps import FEATURE_MAPS, feature_map_class
 
 every_map = pytest.mark.parametrize("name", sorted(FEATURE_MAPS))
@@ -118,8 +117,3 @@ def test_long_vectors_give_finite_log_features(name):
     feature_map = make(name, head_dim=64, features=32)
     for log_features in (feature_map.log_query(x, 0.125), feature_map.log_key(x, 0.125)):
         assert torch.isfinite(log_features).all()
-
-
-def test_an_unknown_feature_map_lists_the_known_ones():
-    with pytest.raises(DoflaError, match=r"unknown feature map 'magic': choose one of .*prf"):
-        feature_map_class("magic")

@@ -32,14 +32,7 @@ def test_a_performer_is_an_untrained_prf():
 
 @pytest.mark.parametrize(
     ("name", "draws", "features"),
-    [
-        ("prf", 20000, 1),
-        ("prf", 20000, 6),
-        ("prf", 20000, 7),
-        ("prf", 20000, 16),
-        ("dijiang", 5000, 1),
-        ("dijiang", 5000, 16),
-    ],
+    [*(("prf", 20000, features) for features in (1, 6, 7, 16)), ("dijiang", 5000, 1), ("dijiang", 1000, 16)],
 )
 def test_the_kernel_is_estimated_without_bias(name, draws, features):
     assert_unbiased(*estimates(name, draws, features))

@@ -21,7 +21,6 @@ from dofla.profiles.spectrum import (
 )
 
 seeds = st.integers(0, 2**31 - 1)
-lams = st.floats(-5.0, 1.0).map(lambda exponent: 10.0**exponent)
 quick = settings(max_examples=25, deadline=None, derandomize=True)
 
 
@@ -189,27 +188,6 @@ def test_windows_are_averaged_and_rows_of_zeros_count_for_nothing(normalization)
     if normalization != "mean":  # which divides by the number of rows
         found = degrees_of_freedom(Spectrum(filled, 0.0), 0.01, normalization)
         assert found == pytest.approx(sum(each) / 5, rel=1e-9)
-
-
-def attention_of(scores: torch.Tensor, seed: int, windows: int, rows: int = 24, columns: int = 48) -> Spectrum:
-    """Of a head whose queries and keys are normal, keys of the given lengths drawn at random."""
-    generator = torch.Generator().manual_seed(seed)
-    query = torch.randn(windows, rows, 8, generator=generator, dtype=torch.float64)
-    key = torch.randn(windows, columns, 8, generator=generator, dtype=torch.float64)
-    lengths = scores[torch.randint(len(scores), (windows, columns), generator=generator)]
-    values, _ = attention_spectrum((query @ (key * lengths[..., None]).mT).softmax(-1))
-    return Spectrum(values, 0.0)
-
-
-def test_the_standard_error_is_the_spread_over_samples():
-    scores, lam, windows, draws = torch.linspace(0.2, 2.0, 10, dtype=torch.float64), 2.0**-8, 8, 60
-    found = [attention_of(scores, seed, windows) for seed in range(draws)]
-    values = torch.tensor([degrees_of_freedom(x, lam) for x in found], dtype=torch.float64)
-    errors = torch.tensor([standard_error(x, lam) for x in found], dtype=torch.float64)
-    # Both estimate one variance, from 59 and from 60 × 7 degrees of freedom: their ratio is F distributed, with a
-    # standard deviation near sqrt(2/59 + 2/420).
-    ratio = errors.square().mean() / values.var()
-    assert abs(ratio - 1) < 4 * (2 / (draws - 1) + 2 / (draws * (windows - 1))) ** 0.5
 
 
 def test_the_papers_estimate_is_doubted_where_its_subsamples_differ():

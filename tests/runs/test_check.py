@@ -1,4 +1,4 @@
-"""``dofla.check``: what becomes of a model, told by its config alone."""
+"""``dofla.check`` and ``dofla check``: what becomes of a model, told by its config alone."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 
 import pytest
 import torch
+from command_line import call
 from transformers import AutoConfig, AutoModelForCausalLM, Gemma2Config, Gemma3TextConfig, LlamaConfig
 
 import dofla
@@ -122,6 +123,18 @@ def test_a_model_too_large_for_any_memory_is_told_of():
     assert len(found.layers) == 80
     assert found.cache[-1].softmax == 32_768 * 80 * 8 * 256 * 2
     assert found.seconds > 600
+
+
+def test_a_model_is_told_of_for_people_and_for_programs(capsys):
+    assert call("check", "demo", "--size", "102KiB", "--size", "272KiB") == 0
+    shown = capsys.readouterr().out
+    assert "LlamaForCausalLM, 4.07 M parameters: supported" in shown
+    assert "an estimate" in shown
+    assert call("check", "demo", "--size", "272KiB", "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["supported"]
+    assert [(x["tokens"], x["size"]) for x in found["cache"]] == [(n, 278_528) for n in (2048, 8192, 32768)]
+    assert found["cache"][0]["factor"] > 10
 
 
 # Names and folders

@@ -71,17 +71,20 @@ def recalls(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, prompt: 
     return decoded[0, asked.input_ids.shape[1] :].tolist() == expected
 
 
+@pytest.mark.slow
 def test_uniform_attention_costs_a_nat(model, documents, samples):
     texts = documents + samples
     gap = loss(model, texts, "uniform") - loss(model, texts, "sdpa")
     assert gap >= 1.0
 
 
+@pytest.mark.slow
 def test_nearby_tokens_do_not_suffice(model, documents):
     gap = loss(model, documents, "window") - loss(model, documents, "sdpa")
     assert gap >= 0.3
 
 
+@pytest.mark.slow
 def test_names_are_recalled_over_a_distance(model, tokenizer):
     items = load_task(TASKS / "recall_far-test.jsonl.gz").items[:20]
     accuracy = sum(recalls(model, tokenizer, x.question, x.choices[x.answer]) for x in items) / len(items)
