@@ -92,6 +92,7 @@ def test_curves_are_of_the_layers_that_any_student_converts(tmp_path, measuremen
     assert options["keep_softmax"] == left_out
 
 
+@pytest.mark.slow
 def test_each_feature_map_and_each_way_to_keep_tokens_has_curves_of_its_own(tmp_path, measurements):
     students = {
         "A": ({}, "int8"),
