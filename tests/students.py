@@ -12,17 +12,15 @@ from dofla.plans.layers import SoftmaxLayer
 from dofla.plans.plan import Plan
 
 
-def student_of(tiny, kind="llama", **plan) -> PreTrainedModel:
-    return _linearized(tiny, getattr(tiny, kind)(), plan)
+def student_of(tiny, model="llama", seed=0, **plan) -> PreTrainedModel:
+    """A model of ``tiny``, by its name, or another, with the same layers all through."""
+    model = getattr(tiny, model)() if isinstance(model, str) else model
+    return dofla.linear.linearize(model, tiny.plan(model, **plan), seed=seed)
 
 
 def reader_of(tiny, kind="llama", **plan) -> PreTrainedModel:
     """The same with the vocabulary of the demo's tokenizer."""
-    return _linearized(tiny, getattr(tiny, kind)(vocab_size=2048), plan)
-
-
-def _linearized(tiny, model, plan) -> PreTrainedModel:
-    return dofla.linear.linearize(model, tiny.plan(model, **plan))
+    return student_of(tiny, getattr(tiny, kind)(vocab_size=2048), **plan)
 
 
 def keep_softmax(plan, *numbers) -> Plan:

@@ -105,11 +105,7 @@ def test_each_has_its_times_and_its_bytes(script, environment, tiny):
         seconds.append(timing.prompts(50, 2))
     # One token more than three is read before they are timed.
     softmax = 44 * 2 * 2 * 2 * 8 * 4
-    assert held == {
-        "softmax float32": softmax,
-        "compressed float32": cache_bytes(cache),
-        "llama.cpp f16": 44 * EACH,
-    }
+    assert held == {"softmax float32": softmax, "compressed float32": cache_bytes(cache), "llama.cpp f16": 44 * EACH}
     for each in (*seconds, timing.weights):
         assert each.keys() == names
         assert min(each.values()) > 0

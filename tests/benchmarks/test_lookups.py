@@ -32,21 +32,17 @@ def kinds(modules):
     return [(kind, template) for kind, (_, templates) in modules[0].KINDS.items() for template in templates]
 
 
-def test_contexts_have_room_for_question_and_answer_and_what_is_asked_stands_in_them(modules, writer, tokenizer):
+def test_contexts_have_room_for_what_is_asked_hold_it_and_are_those_of_the_seed(modules, writer, tokenizer):
     for kind, template in kinds(modules):
-        for context in writer.contexts(kind, template, 700, 2, seed=0):
+        first, again, other = (writer.contexts(kind, template, 700, 2, seed=n) for n in (0, 0, 1))
+        assert first == again != other
+        for context in first:
             text = tokenizer.decode(context.ids)
             longest = max(len(question.ids) + question.room for question in context.questions)
             assert 500 <= len(context.ids) + longest <= 700, (kind, template)
             for question in context.questions:
                 assert all(answer in text for answer in question.answers), (kind, template)
                 assert len(tokenizer.encode(" " + ", ".join(question.answers))) <= question.room
-
-
-def test_contexts_are_those_of_the_seed(modules, writer):
-    for kind, template in kinds(modules):
-        first, again, other = (writer.contexts(kind, template, 700, 1, seed=n) for n in (0, 0, 1))
-        assert first == again != other
 
 
 def test_a_needle_is_asked_for_by_its_key(modules, writer, tokenizer):
@@ -79,13 +75,10 @@ def test_the_score_is_the_share_that_was_written(modules):
     assert question.score("") == 0
 
 
-@pytest.mark.parametrize("length", [30, 60])
-def test_too_short_a_context_is_refused(modules, writer, length):
-    with pytest.raises(DoflaError, match=f"length {length} leaves .* give a greater length"):
-        writer.contexts("multi-key", "magic numbers", length, 1, seed=0)
-
-
-def test_a_text_of_few_words_is_refused(modules, tokenizer):
+def test_too_short_a_context_and_a_text_of_few_words_are_refused(modules, writer, tokenizer):
+    for length in (30, 60):
+        with pytest.raises(DoflaError, match=f"length {length} leaves .* give a greater length"):
+            writer.contexts("multi-key", "magic numbers", length, 1, seed=0)
     with pytest.raises(DoflaError, match="give one with 200 or more"):
         modules[0].Writer(tokenizer, tokenizer.encode("A few words."))
 
@@ -134,8 +127,7 @@ def test_a_memory_of_fewer_tokens_than_were_read_answers_at_the_places_of_the_te
 
 
 @torch.no_grad()
-def test_a_quantized_cache_has_coded_the_context_when_it_is_asked(tiny, modules, writer, tokenizer):
-    pytest.importorskip("optimum.quanto")
+def test_a_quantized_cache_has_coded_the_context_when_it_is_asked(tiny, modules, writer, tokenizer, quanto):
     model = tiny.llama(vocab_size=len(tokenizer), head_dim=64, max_position_embeddings=256)
     (context,) = writer.contexts("multi-key", "pass codes", 200, 1, seed=0)
     for bits in (4, 2):
@@ -190,18 +182,19 @@ def test_what_is_asked_reaches_the_other_environment(modules, writer, tmp_path):
     assert questions.read_found(tmp_path, tasks[0]) == {}
 
 
-def test_saved_students_are_asked_instead_of_compressing(
-    tiny, modules, writer, tokenizer, tmp_path, monkeypatch, capsys
-):
-    lookups, opened = modules[1], []
-    model, saved = (
-        tiny.llama(vocab_size=len(tokenizer), head_dim=64),
-        tiny.llama(vocab_size=len(tokenizer), head_dim=64),
-    )
-    dofla.compress(saved, tiny.tokens(4, 48), ratio=4, context=160, head_budgets="even")
-    monkeypatch.setattr(lookups, "open_original", lambda *_: (model, tokenizer))
-    monkeypatch.setattr(lookups, "all_tokens", lambda *_: writer.text)
+@pytest.fixture
+def lookups(tiny, modules, writer, tokenizer, uncompiled, monkeypatch):
+    """The command, with a small model and few windows of text."""
+    model = tiny.llama(vocab_size=len(tokenizer), head_dim=64)
+    monkeypatch.setattr(modules[1], "open_original", lambda *_: (model, tokenizer))
+    monkeypatch.setattr(modules[1], "all_tokens", lambda *_: writer.text)
     monkeypatch.setattr(dofla, "token_windows", lambda *_, **__: dofla.TokenWindows(tiny.tokens(4, 48)))
+    return modules[1]
+
+
+def test_saved_students_are_asked_instead_of_compressing(tiny, lookups, tokenizer, tmp_path, monkeypatch, capsys):
+    opened, saved = [], tiny.llama(vocab_size=len(tokenizer), head_dim=64)
+    dofla.compress(saved, tiny.tokens(4, 48), ratio=4, context=160, head_budgets="even")
     monkeypatch.setattr(dofla, "load", lambda folder, **_: opened.append(folder) or saved)
     options = {"kind": ["single"], "cache": ["25KiB"], "length": [150], "questions": 2, "choosing": 2, "least": 0.0}
     for _ in range(2):  # the second time all is measured
@@ -214,12 +207,7 @@ def test_saved_students_are_asked_instead_of_compressing(
         lookups.main("model", tmp_path, tmp_path, tmp_path / "run", student=["mine=folder"], retrieval_heads=1)
 
 
-def test_the_command_prints_a_row_of_each_memory(tiny, modules, writer, tokenizer, tmp_path, monkeypatch, capsys):
-    lookups = modules[1]
-    model = tiny.llama(vocab_size=len(tokenizer), head_dim=64)
-    monkeypatch.setattr(lookups, "open_original", lambda *_: (model, tokenizer))
-    monkeypatch.setattr(lookups, "all_tokens", lambda *_: writer.text)
-    monkeypatch.setattr(dofla, "token_windows", lambda *_, **__: dofla.TokenWindows(tiny.tokens(4, 48)))
+def test_the_command_prints_a_row_of_each_memory(lookups, tmp_path, capsys):
     options = {"kind": ["single"], "cache": ["25KiB"], "length": [150], "questions": 2, "choosing": 2}
     lookups.main("model", tmp_path, tmp_path, tmp_path / "run", least=0.0, **options, context=160, retrieval_heads=1)
     printed = capsys.readouterr().out

@@ -48,12 +48,6 @@ def row(judging, name="dofla.compress", limit=1000, losses=(1.0, 2.0), **bytes_o
     return judging.Row(name, "constant", limit, losses={"books": list(losses)}, **known)
 
 
-def test_a_token_of_the_softmax_cache_is_a_key_and_a_value_in_two_bytes_a_number(judging, model, tiny):
-    cache, _ = judging.read_prompt(model, tiny.tokens(1, WRITTEN + 10))
-    held = judging.bytes_of(tensor for layer in cache.layers for tensor in (layer.keys, layer.values))
-    assert held == 10 * judging.token_bytes(model) == 10 * (2 * 2 * 2 * 64 * 2)
-
-
 @torch.no_grad()
 def test_what_is_written_in_pieces_has_the_loss_of_one_call(judging, continuation, model, tiny):
     window = tiny.tokens(1, WRITTEN + 20)
@@ -78,8 +72,9 @@ def test_a_memory_of_fewer_tokens_than_were_read_goes_on_at_the_places_of_the_te
 
 
 @torch.no_grad()
-def test_a_quantized_cache_in_pieces_is_that_of_token_by_token_and_so_are_its_bytes(continuation, judging, model, tiny):
-    pytest.importorskip("optimum.quanto")
+def test_a_quantized_cache_in_pieces_is_that_of_token_by_token_and_so_are_its_bytes(
+    continuation, judging, model, tiny, quanto
+):
     window = tiny.tokens(1, WRITTEN + 40)
     rows = {found.memory: found for found in continuation.cache_rows(model, {"books": window})}
     assert (rows["softmax cache"].prompt_bytes, rows["softmax cache"].end_bytes) == (40 * 1024, (40 + WRITTEN) * 1024)
@@ -129,16 +124,11 @@ def test_gaps_are_differences_on_the_windows_that_a_row_has(continuation, judgin
     [(mean, interval)] = continuation.gaps(row(judging, losses=(1.25, 2.5)), softmax).values()
     assert mean == 0.375
     assert interval == [0.25, 0.5]
-
-
-def test_gaps_stand_in_the_order_of_the_first_row_whatever_that_of_another(continuation, judging):
-    softmax, other = row(judging, "softmax cache", 0), row(judging)
-    softmax.losses = {"stories": [1.0], "python": [2.0]}
+    # In the order of the first row, whatever that of another.
+    softmax.losses, other = {"stories": [1.0], "python": [2.0]}, row(judging)
     other.losses = {"python": [2.5], "stories": [1.125]}
-    assert [(text, mean) for text, (mean, _) in continuation.gaps(other, softmax).items()] == [
-        ("stories", 0.125),
-        ("python", 0.5),
-    ]
+    gaps = [(text, mean) for text, (mean, _) in continuation.gaps(other, softmax).items()]
+    assert gaps == [("stories", 0.125), ("python", 0.5)]
 
 
 def test_what_a_row_loses_beyond_ours_is_paired_over_the_windows_of_all_texts(continuation, judging):

@@ -19,15 +19,14 @@ def timing():
 
 
 @pytest.fixture
-def found(timing, tiny):
+def found(timing, tiny, uncompiled):
     """Seconds of prompts and of tokens, and bytes, by the name of a memory."""
     model, student = (tiny.llama(head_dim=64, max_position_embeddings=512) for _ in range(2))
     compress(student, tiny.tokens(2, 64), tokens=48, head_budgets="even")
     return timing.timed(timing.memories(model, {"ours": student}), LENGTH, repeats=1, new_tokens=1)
 
 
-def test_every_memory_has_its_time_and_its_bytes(timing, found):
-    pytest.importorskip("optimum.quanto")
+def test_every_memory_has_its_time_and_its_bytes(timing, found, quanto):
     prompts, tokens, held = found
     assert list(prompts) == list(tokens) == list(held) == [timing.SOFTMAX, *timing.CODED, "ours"]
     assert min(*prompts.values(), *tokens.values()) > 0
@@ -52,7 +51,7 @@ def test_times_stand_beside_the_softmax_cache_of_their_own_turns(timing):
     assert columns[3] == ["20.0, 1.00 x", "10.0, 0.50 x", "10.0, 0.25 x"]
 
 
-def test_the_command_takes_students_by_name_and_folder(timing, tiny, tmp_path, monkeypatch, capsys):
+def test_the_command_takes_students_by_name_and_folder(timing, tiny, uncompiled, tmp_path, monkeypatch, capsys):
     model = tiny.llama(head_dim=64, max_position_embeddings=512)
     model.save_pretrained(tmp_path / "model")
     student = compress(model, tiny.tokens(2, 64), tokens=48, head_budgets="even")

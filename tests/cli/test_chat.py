@@ -1,4 +1,4 @@
-"""``dofla chat``: turns from a pipe and from a terminal, with and without a compressed cache."""
+"""``dofla chat`` and ``dofla generate``: from a pipe and from a terminal, with and without a compressed cache."""
 
 from __future__ import annotations
 
@@ -32,13 +32,14 @@ def folder(tiny, tokenizer, tmp_path_factory):
     return folder
 
 
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
 @pytest.fixture
 def typed(monkeypatch):
     """What a person types, line by line."""
-
-    class Terminal(io.StringIO):
-        def isatty(self) -> bool:
-            return True
 
     def lines(*given) -> None:
         waiting = iter(given)
@@ -129,6 +130,21 @@ def test_what_cannot_be_chatted_with_is_refused(tiny, tokenizer, folder, capsys)
     with pytest.raises(dofla.DoflaError, match="not a causal language model"):
         Conversation(tiny.bert(), tokenizer)
     assert call("chat", folder, "--system", "Be brief.") == 2
-    assert "no chat template" not in capsys.readouterr().out
+    assert "a system message needs a chat template" in capsys.readouterr().err
     assert call("chat", "no/such/model") == 2
     assert "no such folder" in capsys.readouterr().err
+
+
+def test_a_prompt_comes_from_a_pipe_or_an_option(folder, monkeypatch, capsys):
+    assert call("generate", folder, "--new-tokens", 3, "--prompt", "Once upon\na time", "--json") == 0
+    given = json.loads(capsys.readouterr().out)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("Once upon\na time\n"))
+    assert call("generate", folder, "--new-tokens", 3, "--json") == 0
+    assert json.loads(capsys.readouterr().out) == given
+    monkeypatch.setattr(sys, "stdin", Terminal())
+    for words, message in (
+        ([], "no text to continue: give --prompt TEXT, pipe a text in, or start dofla chat"),
+        (["--prompt", "w1", "--set", "seed=-1"], "seed is -1: give 0 or more"),
+    ):
+        assert call("generate", folder, *words) == 2
+        assert capsys.readouterr().err == f"dofla: {message}\n"

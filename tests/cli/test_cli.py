@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,10 +13,10 @@ import torch
 import yaml
 from command_line import call
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 from dofla.plans.curves import Curves
-from dofla.plans.layers import FeatureLayer, SoftmaxLayer
+from dofla.plans.layers import SoftmaxLayer
 from dofla.plans.plan import Plan
 from dofla.runs.comparison import model_row
 from dofla.runs.view import View
@@ -24,21 +25,10 @@ WORDS = [f"w{n}" for n in range(60)]
 
 
 @pytest.fixture(scope="module")
-def home(tmp_path_factory):
+def home(tiny, tmp_path_factory):
     """A folder with a tiny model, its tokenizer, and text."""
     folder = tmp_path_factory.mktemp("cli")
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        bos_token_id=0,
-        eos_token_id=0,
-    )
-    LlamaForCausalLM(config).save_pretrained(folder / "model")
+    tiny.llama(bos_token_id=0, eos_token_id=0).save_pretrained(folder / "model")
     vocabulary = {word: n for n, word in enumerate(["<end>", "<unk>", *WORDS])}
     raw = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     raw.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -50,12 +40,12 @@ def home(tmp_path_factory):
     return folder
 
 
-def profiled(home: Path, name: str) -> Path:
-    folder = home / name
-    if not folder.exists():
-        options = ["--data", home / "text.txt", "--length", 32, "--windows", 8, "--set", "samples=64"]
-        assert call("profile", home / "model", *options, "--out", folder) == 0
-    return folder
+@pytest.fixture(scope="module")
+def profile(home) -> Path:
+    """The folder of the model's profile."""
+    options = ["--data", home / "text.txt", "--length", 32, "--windows", 8, "--set", "samples=64"]
+    assert call("profile", home / "model", *options, "--out", home / "profile") == 0
+    return home / "profile"
 
 
 def assert_narrow(shown: str) -> None:
@@ -63,15 +53,18 @@ def assert_narrow(shown: str) -> None:
     assert all(len(line) <= 80 for line in shown.splitlines() if not line.startswith("next: dofla "))
 
 
-def test_the_verbs_work_one_after_the_other(home, capsys):
-    profile = profiled(home, "profile")
-    assert json.loads((profile / "profile.json").read_text())["samples"] == 64
-    plan = home / "plan.json"
-    assert call("allocate", profile, "--budget", 8, "--out", plan) == 0
+@pytest.fixture(scope="module")
+def student(home, profile) -> Path:
+    """The adapter of a student that was distilled."""
+    assert call("allocate", profile, "--budget", 8, "--out", home / "plan.json") == 0
     options = ["--data", home / "text.txt", "--length", 32, "--windows", 16, "--set", "batch_size=4"]
-    assert call("distill", home / "model", "--plan", plan, *options, "--out", home / "distilled") == 0
+    assert call("distill", home / "model", "--plan", home / "plan.json", *options, "--out", home / "distilled") == 0
+    return home / "distilled" / "adapter"
+
+
+def test_the_verbs_work_one_after_the_other(home, profile, student, capsys):
+    assert json.loads((profile / "profile.json").read_text())["samples"] == 64
     assert len(json.loads((home / "distilled" / "losses.json").read_text())["layers"]) == 2
-    student = home / "distilled" / "adapter"
     figures = home / "figures.json"
     evaluation = ["--data", home / "text.txt", "--length", 16, "--windows", 4, "--out", figures]
     assert call("evaluate", student, *evaluation) == 0
@@ -90,8 +83,8 @@ def test_the_verbs_work_one_after_the_other(home, capsys):
     assert call("generate", student, *options, "--prompt-state", home / "none.safetensors") == 2
 
 
-def test_curves_are_measured_and_spent(home, capsys, tmp_path):
-    profile, out, plan = profiled(home, "profile"), tmp_path / "curves.json", tmp_path / "plan.json"
+def test_curves_are_measured_and_spent(home, profile, capsys, tmp_path):
+    out, plan = tmp_path / "curves.json", tmp_path / "plan.json"
     sizes = ["--length", 32, "--windows", 8, "--set", "steps=2", "--budget", 16]
     assert call("curves", home / "model", "--data", home / "text.txt", *sizes, "--out", out) == 0
     shown = capsys.readouterr().out
@@ -114,29 +107,23 @@ def test_curves_are_measured_and_spent(home, capsys, tmp_path):
     assert all(isinstance(x, SoftmaxLayer) for x in Plan.load(tmp_path / "softmax.json").layers)
     capsys.readouterr()
 
-    damaged, whole = tmp_path / "damaged.json", out.read_text()
-    nothing = '{"layers": [], "model": "", "made_by": {}}'
-    for text in (whole[:300], "[]", nothing, whole.replace("0.73", '"x"')):
-        damaged.write_text(text)
-        options = ["--strategy", "measured", "--curves", damaged, "--out", tmp_path / "new.json"]
-        assert call("allocate", profile, *options) == 2
-        error = capsys.readouterr().err
-        assert len(error.strip().splitlines()) == 1
-        assert str(damaged) in error
-        assert not (tmp_path / "new.json").exists()
+    damaged = tmp_path / "damaged.json"
+    damaged.write_text(out.read_text()[:300])
     for options, words in (
+        (["--curves", damaged], str(damaged)),
         (["--set", "window=2"], "chooses window and sinks itself"),
         (["--context", 0], "context is 0"),
         (["--budget", 1], "measure the curves at this budget"),
         (["--set", "token_dtype=model"], "token_dtype is 'model', the error curves were measured with 'int8'"),
     ):
         assert call("allocate", profile, *measured, *options, "--out", tmp_path / "new.json") == 2
-        assert words in capsys.readouterr().err
+        error = capsys.readouterr().err
+        assert words in error
+        assert len(error.strip().splitlines()) == 1
+        assert not (tmp_path / "new.json").exists()
 
 
-def test_how_tokens_are_kept_is_chosen_on_the_command_line(home, capsys, tmp_path):
-    profile = profiled(home, "profile")
-
+def test_how_tokens_are_kept_is_chosen_on_the_command_line(profile, capsys, tmp_path):
     def kept_as(*options):
         out = tmp_path / f"plan-{len(list(tmp_path.iterdir()))}.json"
         assert call("allocate", profile, "--budget", 8, *options, "--out", out) == 0
@@ -151,32 +138,9 @@ def test_how_tokens_are_kept_is_chosen_on_the_command_line(home, capsys, tmp_pat
     assert {x.token_dtype for x in kept_as(*exact).layers} == {"model"}
     assert {x.token_dtype for x in kept_as(*exact, "--set", "token_dtype=int8").layers} == {"int8"}
 
-    curves = tmp_path / "curves.json"
-    sizes = ["--length", 32, "--windows", 8, "--set", "steps=1", "--budget", 8, "--set", "token_dtype=model"]
-    assert call("curves", home / "model", "--data", home / "text.txt", *sizes, "--out", curves) == 0
-    assert json.loads(curves.read_text())["made_by"]["token_dtype"] == "model"
-    measured = ["--strategy", "measured", "--curves", curves]
-    assert {x.token_dtype for x in kept_as(*measured).layers} == {"model"}
-    assert all(len(set(x.sizes)) == 1 for x in kept_as(*measured, "--set", "per_head=false").layers)
 
-
-def test_a_plan_whose_heads_differ_is_shown_with_both_ends():
-    sizes = {"features": [3, 5], "window": [20, 4], "sinks": 2, "token_dtype": "int8"}
-    plan = Plan([FeatureLayer("layers.0.attention", 2, 8, 8, **sizes), SoftmaxLayer("b", 2, 8, 8)])
-    shown = str(plan).splitlines()
-    (line,) = (line.split() for line in shown if "layers.0.attention" in line)
-    assert line[1:4] == ["3-5", "4-20", "2"]
-    assert any("softmax" in line for line in shown)
-
-
-def test_tasks_beside_text_and_alone(home, capsys, tmp_path):
+def test_tasks_beside_text_and_alone(home, student, capsys, tmp_path):
     """A table of local files, of multiple choice and of generation, and a file."""
-    student = home / "student"
-    if not student.exists():
-        plan = home / "plan-for-tasks.json"
-        assert call("allocate", profiled(home, "profile"), "--budget", 8, "--out", plan) == 0
-        options = ["--data", home / "text.txt", "--length", 32, "--windows", 4, "--set", "steps=1"]
-        assert call("distill", home / "model", "--plan", plan, *options, "--out", student) == 0
     tasks = []
     for n, name in enumerate(("quiz-test", "riddles")):
         lines = [
@@ -194,7 +158,7 @@ def test_tasks_beside_text_and_alone(home, capsys, tmp_path):
     options = ["--set", "limit=10", "--set", f"include_path={tmp_path}", "--set", "metadata={}"]
     capsys.readouterr()
     out = tmp_path / "figures.json"
-    assert call("evaluate", student / "adapter", "--tasks", names, *options, "--out", out) == 0
+    assert call("evaluate", student, "--tasks", names, *options, "--out", out) == 0
     shown = capsys.readouterr().out
     assert_narrow(shown)
     for word in ("quiz", "riddles", "±", "acc_norm", "talk", "exact_match"):
@@ -204,7 +168,7 @@ def test_tasks_beside_text_and_alone(home, capsys, tmp_path):
     assert record["tasks"][2]["metrics"]["exact_match"].keys() >= {"original", "model_stderr", "difference_stderr"}
     text = ["--data", home / "text.txt", "--length", 16, "--windows", 4]
     both = tmp_path / "both.json"
-    assert call("evaluate", student / "adapter", *text, "--tasks", tasks[0], "--out", both) == 0
+    assert call("evaluate", student, *text, "--tasks", tasks[0], "--out", both) == 0
     assert {"language", "tasks"} <= set(json.loads(both.read_text()))
     capsys.readouterr()
     (tmp_path / "bad.jsonl").write_text('{"question": "w1"}')
@@ -212,10 +176,9 @@ def test_tasks_beside_text_and_alone(home, capsys, tmp_path):
         ([], ["--data", "--tasks"]),
         (["--tasks", tmp_path / "bad.jsonl"], ["bad.jsonl, line 1", "choices"]),
         (["--tasks", tmp_path / "none.jsonl"], ["none.jsonl", "does not exist"]),
-        (["--tasks", tasks[0], "--set", "limit=0"], ["limit 0"]),
         (["--tasks", tasks[0], "--set", "metadata=[4096]"], ["metadata=[4096]", "expected Mapping"]),
     ):
-        assert call("evaluate", student / "adapter", *arguments) == 2
+        assert call("evaluate", student, *arguments) == 2
         error = capsys.readouterr().err
         for word in message:
             assert word in error
@@ -225,9 +188,9 @@ RECIPE = """
 model: {model}
 budget: 8
 seeds: [0, 1]
-data: {{source: {text}, length: 32, windows: 16}}
+data: {{source: {text}, length: 32, windows: 8}}
 validation: {{source: {text}, length: 32, windows: 4, split: all}}
-profile: {{samples: 64, windows: 8}}
+profile: {{samples: 32, windows: 4}}
 students:
   - {{name: Performer, strategy: fixed, trained: false}}
   - {{name: DoF + Clip, strategy: dof_clip, window: 2, sinks: 1}}
@@ -236,6 +199,7 @@ evaluate: {{prompts: 1, prompt_tokens: 4, new_tokens: 4}}
 """
 
 
+@pytest.mark.slow
 def test_a_recipe_runs_and_goes_on_where_it_stopped(home, capsys):
     recipe = home / "recipe.yaml"
     recipe.write_text(RECIPE.format(model=home / "model", text=home / "text.txt"))
@@ -246,9 +210,7 @@ def test_a_recipe_runs_and_goes_on_where_it_stopped(home, capsys):
     assert {len(row["runs"]) for row in results["models"]} == {2}
     finished = out / "models" / "dof-clip-seed1"
     weights = (finished / "adapter" / "dofla.safetensors").read_bytes()
-    for path in sorted((finished / "adapter").iterdir()):
-        path.unlink()
-    (finished / "adapter").rmdir()
+    shutil.rmtree(finished / "adapter")
     (finished / "evaluation.json").unlink()
     assert call("run", recipe, "--out", out) == 0
     assert (finished / "adapter" / "dofla.safetensors").read_bytes() == weights
@@ -259,6 +221,9 @@ def test_a_recipe_runs_and_goes_on_where_it_stopped(home, capsys):
     assert "another recipe" in capsys.readouterr().err
 
 
+SHORT = ["--data", "TEXT", "--length", 32]
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -267,54 +232,31 @@ def test_a_recipe_runs_and_goes_on_where_it_stopped(home, capsys):
         (["profile", "MODEL", "--data", "TEXT", "--length", 100000, "--out", "NEW"], ["100000", "tokens"]),
         (["profile", "MODEL", "--data", "TEXT", "--out", "PROFILE"], ["exists already"]),
         (["profile", "MODEL", "--data", "TEXT", "--set", "normalization=size", "--out", "NEW"], ["size", "trace"]),
-        (["profile", "MODEL", "--data", "TEXT", "--set", "estimator=kernel", "--out", "NEW"], ["kernel", "attention"]),
         (["profile", "MODEL", "--data", "TEXT", "--set", "dtype=int3", "--out", "NEW"], ["int3", "bfloat16"]),
         (["allocate", "PROFILE", "--set", "lambda=0", "--out", "NEW"], ["lambda is 0"]),
         (["allocate", "PROFILE", "--strategy", "best", "--out", "NEW"], ["best", "dof_clip"]),
-        (["allocate", "PROFILE", "--feature-map", "magic", "--out", "NEW"], ["magic", "prf"]),
         (["allocate", "PROFILE", "--budget", 0, "--out", "NEW"], ["budget 0", "too small"]),
         (["allocate", "missing", "--out", "NEW"], ["missing"]),
         (["allocate", "PROFILE", "--strategy", "measured", "--out", "NEW"], ["measured", "error curves"]),
-        (
-            ["allocate", "PROFILE", "--strategy", "measured", "--curves", "missing.json"],
-            ["missing.json", "error curves"],
-        ),
-        (["allocate", "PROFILE", "--set", "token_dtype=int4", "--out", "NEW"], ["'int4'", "int8, model"]),
+        (["allocate", "PROFILE", "--strategy", "measured", "--curves", "missing.json"], ["missing.json", "curves"]),
         (["allocate", "PROFILE", "--set", "per_head=true", "--out", "NEW"], ["per_head", "hybrid"]),
-        (
-            ["curves", "MODEL", "--data", "TEXT", "--length", 32, "--set", "token_dtype=int4", "--out", "NEW"],
-            ["'int4'", "int8, model"],
-        ),
-        (["curves", "no/such/model", "--data", "TEXT", "--out", "NEW"], ["no/such/model"]),
-        (
-            ["curves", "MODEL", "--data", "TEXT", "--length", 32, "--windows", 5, "--out", "NEW"],
-            ["5 windows", "6 or more"],
-        ),
-        (
-            ["curves", "MODEL", "--data", "TEXT", "--length", 32, "--budget", 0, "--out", "NEW"],
-            ["budget 0", "too small"],
-        ),
-        (["curves", "MODEL", "--data", "TEXT", "--length", 32, "--set", "keep_softmax=odd", "--out", "NEW"], ["'odd'"]),
-        (
-            ["curves", "MODEL", "--data", "TEXT", "--set", "feature_map=magic", "--length", 32, "--out", "NEW"],
-            ["magic"],
-        ),
+        (["curves", "MODEL", *SHORT, "--windows", 5, "--out", "NEW"], ["5 windows", "6 or more"]),
+        (["curves", "MODEL", *SHORT, "--budget", 0, "--out", "NEW"], ["budget 0", "too small"]),
+        (["curves", "MODEL", *SHORT, "--set", "keep_softmax=odd", "--out", "NEW"], ["'odd'"]),
+        (["curves", "MODEL", *SHORT, "--set", "feature_map=magic", "--out", "NEW"], ["magic"]),
         (["curves", "MODEL", "--data", "TEXT", "--out", "TEXT"], ["exists already"]),
         (["distill", "MODEL", "--plan", "missing.json", "--data", "TEXT", "--out", "NEW"], ["missing.json"]),
-        (["evaluate", "missing", "--data", "TEXT"], ["missing"]),
         (["evaluate", "MODEL", "--data", "TEXT"], ["plain model", "dofla compress"]),
         (["evaluate", "demo", "--data", "sample", "--windows", 1], ["not converted", "dofla compress"]),
         (["run", "nosuch"], ["nosuch", "compress, default, demo"]),
         (["run", "missing.yaml"], ["missing.yaml"]),
+        (["run", "BAD", "--out", "NEW"], ["bad.yaml", "ratio", "lots"]),
     ],
 )
-def test_bad_input_is_one_line_and_exit_code_2(home, capsys, arguments, words):
-    places = {
-        "MODEL": home / "model",
-        "TEXT": home / "text.txt",
-        "NEW": home / "new",
-        "PROFILE": profiled(home, "profile"),
-    }
+def test_bad_input_is_one_line_and_exit_code_2(home, profile, capsys, arguments, words):
+    places = {"MODEL": home / "model", "TEXT": home / "text.txt", "PROFILE": profile}
+    places |= {"NEW": home / "new", "BAD": home / "bad.yaml"}
+    places["BAD"].write_text("model: x\nratio: lots")
     capsys.readouterr()
     assert call(*(places.get(a, a) for a in arguments)) == 2
     error = capsys.readouterr().err
@@ -323,33 +265,6 @@ def test_bad_input_is_one_line_and_exit_code_2(home, capsys, arguments, words):
         assert word in error
     assert not (home / "new").exists()
     assert not list(home.glob(".*partial*"))
-
-
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("- a\n- b", ["expected fields"]),
-        ("dtype: float32", ["'model' is missing"]),
-        ("model: x\nbudgets: 3", ["budgets", "budget"]),
-        ("model: x\nratio: lots", ["ratio", "lots"]),
-        ("model: x\nstudents: [{name: A, token_dtype: 8}]", ["token_dtype", "8"]),
-        ("model: x\nratio: true", ["ratio", "True"]),
-        ("model: x\ndata: {wrong: 1}", ["data", "wrong"]),
-        ("model: x\nseeds: [a]", ["seeds"]),
-        ("model: x\nstudents: []", ["students"]),
-        ("model: x\nstudents: [{name: A}, {name: A}]", ["'A'"]),
-        ("model: [x", ["cannot be read"]),
-    ],
-)
-def test_a_bad_recipe_names_the_file_and_the_field(tmp_path, capsys, text, words):
-    recipe = tmp_path / "recipe.yaml"
-    recipe.write_text(text)
-    assert call("run", recipe, "--out", tmp_path / "run") == 2
-    error = capsys.readouterr().err
-    assert str(recipe) in error
-    assert len(error.strip().splitlines()) == 1
-    for word in words:
-        assert word in error
 
 
 def test_rows_of_a_comparison_stand_in_columns_one_by_one(capsys):

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import typer
 from command_line import call
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dofla import DoflaError
@@ -49,13 +49,13 @@ def test_fields_are_parameters_and_every_simple_parameter_is_a_field(verb, funct
     assert simple - set(function.without) <= function.fields.keys()
 
 
-def settings(**defaults) -> Settings:
+def some_settings(**defaults) -> Settings:
     text = Function("integration/self_samples.py", "token_windows", ("split", "progress"), defaults)
     return Settings({"text": text, "opening": Function("runs/opening.py", "open_original")}, ["device"])
 
 
 def read(*changes: str, **defaults) -> dict:
-    return settings(**defaults).read(changes, lambda *_: None)
+    return some_settings(**defaults).read(changes, lambda *_: None)
 
 
 def test_each_function_gets_its_own_fields_and_the_defaults_of_the_verb():
@@ -63,8 +63,8 @@ def test_each_function_gets_its_own_fields_and_the_defaults_of_the_verb():
     assert given["text"] == {"windows": 12, "length": 64, "padded": True, "holdout": 0.1}
     assert given["opening"] == {"dtype": "float16", "offload": Path("a/b")}
     assert read("windows=none", windows=12)["text"] == {"windows": None}
-    assert "windows=12" in str(settings(windows=12))
-    assert "device" not in str(settings())
+    assert "windows=12" in str(some_settings(windows=12))
+    assert "device" not in str(some_settings())
 
 
 @pytest.mark.parametrize(
@@ -87,6 +87,7 @@ def test_a_wrong_name_or_value_lists_what_there_is(change, words):
         assert word in str(caught.value)
 
 
+@settings(max_examples=40, deadline=None)
 @given(st.sampled_from(["length", "holdout", "padded", "dtype", "offload"]), st.text())
 def test_any_value_is_of_the_kind_or_refused_in_one_line(name, text):
     kinds = {"length": int, "holdout": float, "padded": bool, "dtype": (str, type(None)), "offload": (Path, type(None))}

@@ -36,17 +36,7 @@ def carried_out(*command: str, **environment: str) -> subprocess.CompletedProces
     ("given", "spins"), [({}, "0"), ({"OMP_WAIT_POLICY": "ACTIVE"}, "30000000000"), ({"GOMP_SPINCOUNT": "7"}, "7")]
 )
 def test_threads_of_a_verb_sleep_while_they_wait(given, spins, tmp_path):
-    command = (
-        sys.executable,
-        "-m",
-        "dofla",
-        "profile",
-        str(tmp_path),
-        "--data",
-        "sample",
-        "--out",
-        str(tmp_path / "none"),
-    )
+    command = [sys.executable, *f"-m dofla profile {tmp_path} --data sample --out {tmp_path}/none".split()]
     shown = carried_out(*command, OMP_DISPLAY_ENV="verbose", **given).stderr
     assert f"GOMP_SPINCOUNT = '{spins}'" in shown
 

@@ -69,29 +69,24 @@ def read(source, **options):
 
 
 @pytest.mark.parametrize("name", ["a.txt", "a.txt.gz", "a", "A.TXT.GZ"])
-def test_text_documents_are_separated_by_blank_lines(tmp_path, name):
+@pytest.mark.parametrize(
+    ("content", "documents"),
+    [
+        (b"\n\nw1 w2\nw3\n\nw4\n   \nw5\n\n\n", ["w1 w2\nw3", "w4", "w5"]),
+        (b"w1\n\nw2\n\n\n\nw3\n\nw4\n", ["w1\n\nw2", "w3\n\nw4"]),  # two blank lines take precedence over one
+        (b"\xef\xbb\xbfw1\r\n\r\nw2\r\n", ["w1", "w2"]),
+    ],
+)
+def test_text_documents_are_separated_by_blank_lines(tmp_path, name, content, documents):
     path = tmp_path / name
-    content = b"\n\nw1 w2\nw3\n\nw4\n   \nw5\n\n\n"
     path.write_bytes(gzip.compress(content) if name.lower().endswith("gz") else content)
-    assert read(path) == read(str(path)) == ["w1 w2\nw3", "w4", "w5"]
-
-
-def test_two_blank_lines_take_precedence_over_one(tmp_path):
-    path = tmp_path / "a.txt"
-    path.write_text("w1\n\nw2\n\n\n\nw3\n\nw4\n")
-    assert read(path) == ["w1\n\nw2", "w3\n\nw4"]
-
-
-def test_byte_order_mark_and_windows_line_ends(tmp_path):
-    path = tmp_path / "a.txt"
-    path.write_bytes(b"\xef\xbb\xbfw1\r\n\r\nw2\r\n")
-    assert read(path) == ["w1", "w2"]
+    assert read(path) == read(str(path)) == documents
 
 
 @pytest.mark.parametrize("end", ["\n", " "], ids=["lines", "one line"])
 def test_long_text_is_cut_without_loss(tmp_path, end):
     path = tmp_path / "a.txt"
-    text = ("w1 w2 w3 " * 9 + end) * 40_000
+    text = ("w1 w2 w3 " * 9 + end) * 15_000
     path.write_text(text)
     documents = read(path)
     assert len(documents) == -(-len(text) // 2**20)
@@ -102,10 +97,10 @@ def test_long_text_is_cut_without_loss(tmp_path, end):
 def test_large_files_are_read_only_as_far_as_asked(tmp_path, tokenizer):
     path = tmp_path / "a.jsonl"
     good = json.dumps({"text": " ".join(WORDS)}) + "\n"
-    path.write_text(good * 5000 + "not JSON\n")
+    path.write_text(good * 2000 + "not JSON\n")
     assert len(token_windows(path, tokenizer, length=16, windows=10)) == 10
     assert len(list(islice(read_documents(path), 3))) == 3
-    with pytest.raises(DoflaError, match="bad JSON at line 5001"):
+    with pytest.raises(DoflaError, match="bad JSON at line 2001"):
         token_windows(path, tokenizer, length=16)
 
 
@@ -120,15 +115,11 @@ def test_json_lines(tmp_path):
     packed.write_bytes(gzip.compress(content))
     assert read(plain) == read(packed) == ["w1"]
     assert read(plain, text_field="body") == ["b1", "b2", "b3"]
+    plain.write_text(json.dumps({"text": "w1 \ud800 é \U0001f600"}))  # half a surrogate pair
+    assert read(plain) == ["w1 ? é \U0001f600"]
 
 
-def test_half_a_surrogate_pair_in_json(tmp_path):
-    path = tmp_path / "a.jsonl"
-    path.write_text(json.dumps({"text": "w1 \ud800 é \U0001f600"}))
-    assert read(path) == ["w1 ? é \U0001f600"]
-
-
-def test_parquet(tmp_path):
+def test_parquet(tmp_path, monkeypatch):
     path = tmp_path / "a.parquet"
     documents = make_documents()
     table = pa.table({"text": [*documents, None], "id": range(len(documents) + 1)})
@@ -138,6 +129,9 @@ def test_parquet(tmp_path):
         read(path, text_field="body")
     with pytest.raises(DoflaError, match="'id' is a int, not text"):
         read(path, text_field="id")
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(DoflaError, match=r"pip install 'dofla\[data\]'"):
+        read(path)
 
 
 def test_lists_of_texts_and_of_files(tmp_path):
@@ -189,19 +183,10 @@ def test_datasets_by_name(monkeypatch):
         read("corpus")
 
 
-def test_parquet_without_pyarrow(tmp_path, monkeypatch):
-    path = tmp_path / "a.parquet"
-    path.touch()
-    monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(DoflaError, match=r"pip install 'dofla\[data\]'"):
-        read(path)
-
-
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
         ("a.txt", b"", "empty"),
-        ("a.txt", b" \n\n\n", "empty"),
         ("a.txt", b"\xff\xfe\x00", "not UTF-8 text"),
         ("a.txt.gz", b"not gzip", "cannot be read"),
         ("a.txt.gz", gzip.compress(b"w1 " * 999, mtime=0)[:20], "cannot be read"),
@@ -217,11 +202,8 @@ def test_parquet_without_pyarrow(tmp_path, monkeypatch):
 def test_malformed_files(tmp_path, name, content, message):
     path = tmp_path / name
     path.write_bytes(content)
-    with pytest.raises(DoflaError) as caught:
+    with pytest.raises(DoflaError, match=f"(?=.*{path}).*{message}"):
         read(path)
-    assert str(path) in str(caught.value)
-    assert message in str(caught.value)
-    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -238,7 +220,6 @@ def test_malformed_files(tmp_path, name, content, message):
 def test_sources_that_are_none(source, message):
     with pytest.raises(DoflaError, match=message) as caught:
         read_documents(source)
-    assert "\n" not in str(caught.value)
     assert len(str(caught.value)) < 400
 
 
@@ -247,10 +228,9 @@ def test_sources_that_are_none(source, message):
 
 def test_split_is_disjoint_complete_and_stable(tokenizer):
     documents = make_documents()
+    options = {"length": 64, "holdout": 0.3, "padded": True, "text_field": "unused"}
     parts = {
-        split: token_windows(
-            documents, tokenizer, length=64, split=split, holdout=0.3, padded=True, text_field="unused"
-        ).texts
+        split: token_windows(documents, tokenizer, split=split, **options).texts
         for split in ("train", "validation", "all")
     }
     assert parts["all"] == tuple(documents)
@@ -271,7 +251,6 @@ def test_bad_arguments(tokenizer):
     for options, message in [
         ({"split": "test"}, "split: 'test'; choose train, validation or all"),
         ({"holdout": 1.0}, "holdout: 1.0"),
-        ({"holdout": -0.1}, "holdout: -0.1"),
         ({"length": 1}, "length: 1"),
         ({"windows": 0}, "windows: 0"),
     ]:
@@ -335,9 +314,6 @@ def test_padded_windows(tokenizer):
     assert result.input_ids[0].tolist() == [CLS, VOCAB["w1"], VOCAB["w2"], SEP] + [0] * 8
     assert result.input_ids[1, -1] == SEP
     assert token_windows([short, lines], tokenizer, split="all", padded=True, windows=1).length == 4
-
-
-def test_padded_windows_need_a_pad_token_and_text(tokenizer):
     with pytest.raises(DoflaError, match=r"set tokenizer\.pad_token"):
         token_windows(["w1"], build_tokenizer(), padded=True)
     with pytest.raises(DoflaError, match="no text for a window"):
@@ -390,32 +366,23 @@ def test_self_samples_are_reproducible_and_leave_no_trace(model, tokenizer):
     settings = model.generation_config
     torch.manual_seed(1)
     state = torch.get_rng_state()
-    samples = self_sample(model, tokenizer, count=10, length=12, batch_size=4, seed=3)
+    seen, options = [], {"count": 10, "length": 12, "batch_size": 4}
+    samples = self_sample(model, tokenizer, **options, seed=3, progress=lambda *report: seen.append(report))
+    assert seen == [(n, 36) for n in range(1, 37)]  # three batches
     assert torch.equal(torch.get_rng_state(), state)
     assert model.training
     assert not model.model.layers[0].training
     assert model.generation_config is settings
     model.eval()
     torch.manual_seed(2)
-    again = self_sample(model, tokenizer, count=10, length=12, batch_size=4, seed=3)
+    again = self_sample(model, tokenizer, **options, seed=3)
     assert torch.equal(samples.input_ids, again.input_ids)
     assert samples.input_ids.shape == (10, 12)
     assert (samples.input_ids[:, 0] == BOS).all()
     assert len(torch.unique(samples.input_ids, dim=0)) == 10
-    other = self_sample(model, tokenizer, count=10, length=12, batch_size=4, seed=4)
-    assert not torch.equal(samples.input_ids, other.input_ids)
-
-
-def test_sampling_says_how_far_it_is(model, tokenizer):
-    seen = []
-    samples = self_sample(
-        model, tokenizer, count=5, length=6, batch_size=4, progress=lambda *report: seen.append(report)
-    )
-    assert seen == [(n, 12) for n in range(1, 13)]  # two batches
-    assert torch.equal(samples.input_ids, self_sample(model, tokenizer, count=5, length=6, batch_size=4).input_ids)
-    seen.clear()
-    token_windows("self", tokenizer, model=model, length=6, windows=2, progress=lambda *report: seen.append(report))
-    assert seen[-1] == (6, 6)
+    assert not torch.equal(samples.input_ids, self_sample(model, tokenizer, **options, seed=4).input_ids)
+    greedy = self_sample(model, tokenizer, **options, temperature=1e-4).input_ids
+    assert (greedy == greedy[0]).all()
 
 
 def test_self_samples_follow_the_model_not_its_chat_settings(model, tokenizer, monkeypatch):
@@ -436,17 +403,14 @@ def test_self_samples_do_not_end_at_the_end_token(model, tokenizer):
     assert (ended[:, 10:] != 0).float().mean() > 0.9
 
 
-def test_low_temperature_is_greedy(model, tokenizer):
-    samples = self_sample(model, tokenizer, count=8, length=6, temperature=1e-4).input_ids
-    assert (samples == samples[0]).all()
-
-
 def test_source_self(model, tokenizer):
     def sample(**options):
         return token_windows("self", tokenizer, length=8, windows=6, model=model, **options)
 
-    train = sample()
-    assert torch.equal(train.input_ids, sample(split="train", seed=0).input_ids)
+    train, seen = sample(), []
+    reported = sample(split="train", seed=0, progress=lambda *report: seen.append(report))
+    assert torch.equal(train.input_ids, reported.input_ids)
+    assert seen[-1] == (8, 8)
     assert not torch.equal(train.input_ids, sample(split="validation").input_ids)
     assert not torch.equal(train.input_ids, sample(seed=1).input_ids)
     assert train.source == "self: samples of LlamaForCausalLM (train, seed 0)"
@@ -501,13 +465,14 @@ def test_batch_and_take():
     assert set(TokenWindows(ids).batch([0])) == {"input_ids"}
     with pytest.raises(DoflaError, match="take: 0"):
         windows.take(0)
+    with pytest.raises(DoflaError, match="texts: 1 for 3 windows"):
+        TokenWindows(ids, texts=("a",))
 
 
 @pytest.mark.parametrize(
     ("tokens", "message"),
     [
         (torch.ones(2, 3), r"torch\.float32 values; give integers"),
-        (torch.ones(2, 3, dtype=torch.bool), r"torch\.bool values"),
         (torch.arange(3), r"shape \[3\]"),
         (torch.zeros(0, 3, dtype=torch.int64), r"shape \[0, 3\]"),
         ([[1, 2]], "a list, not a tensor"),
@@ -522,8 +487,3 @@ def test_batch_and_take():
 def test_token_windows_of_anything_else(tokens, message):
     with pytest.raises(DoflaError, match=message):
         TokenWindows.of(tokens)
-
-
-def test_one_text_per_window():
-    with pytest.raises(DoflaError, match="texts: 1 for 2 windows"):
-        TokenWindows(torch.ones(2, 3).long(), texts=("a",))

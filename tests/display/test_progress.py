@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from contextlib import redirect_stderr
+from functools import partial
 from io import StringIO
 
 import pytest
@@ -51,18 +52,12 @@ def test_a_terminal_shows_one_bar_whatever_is_called_within():
     assert "1/1, inside" in seen_of(inner)
 
 
-@pytest.mark.parametrize("progress", [False, None])
-def test_a_bar_can_be_switched_off(progress):
-    assert seen_of(outer, progress=progress) == ""
-
-
-def test_no_bar_where_there_is_no_terminal():
+def test_a_bar_can_be_switched_off_and_only_the_first_process_shows_one_on_a_terminal(monkeypatch):
+    for progress in (False, None):
+        assert seen_of(outer, progress=progress) == ""
     with redirect_stderr(StringIO()) as shown:
         outer()
     assert shown.getvalue() == ""
-
-
-def test_only_the_first_process_shows_one(monkeypatch):
     monkeypatch.setattr("dofla.display.progress.is_main_process", lambda: False)
     assert seen_of(outer) == ""
 
@@ -113,11 +108,8 @@ def calls(tiny):
     curves = {"budget": 4, "steps": 1, "batch_size": 1, "held_out": 1, "rows": 4}
     yield "error curves", lambda **options: dofla.linear.measure_curves(tiny.llama(), tokens, **curves, **options)
     yield "distill", lambda **options: dofla.linear.distill(student_of(tiny), tokens, steps=2, **options)
-    end_to_end = {"steps": 2, "weights": "maps"}
-    yield (
-        "distill end to end",
-        lambda **options: dofla.linear.distill_end_to_end(student_of(tiny), tokens, **end_to_end, **options),
-    )
+    whole = partial(dofla.linear.distill_end_to_end, steps=2, weights="maps")
+    yield "distill end to end", lambda **options: whole(student_of(tiny), tokens, **options)
     yield "evaluate", lambda **options: dofla.evaluate(student_of(tiny), tokens, **options)
 
 

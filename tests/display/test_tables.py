@@ -82,10 +82,7 @@ def test_a_terminal_gets_colors():
 def results():
     layers = [f"model.layers.{n}.a_rather_long_name.self_attn" for n in range(2)]
     plan = dofla.linear.Plan(
-        [
-            FeatureLayer(layers[0], 2, 64, 64, [3, 5000], [20, 40000], 2),
-            SoftmaxLayer(layers[1], 2, 64, 64),
-        ]
+        [FeatureLayer(layers[0], 2, 64, 64, [3, 5000], [20, 40000], 2), SoftmaxLayer(layers[1], 2, 64, 64)]
     )
     compressed = dofla.linear.Plan(
         [

@@ -4,13 +4,7 @@ from __future__ import annotations
 
 import torch
 
-import dofla
 from dofla.integration.converted import Converted
-
-
-def student_of(tiny, model=None, seed=0, **plan):
-    model = model or tiny.llama()
-    return dofla.linear.linearize(model, tiny.plan(model, **plan), seed=seed)
 
 
 def feature_maps(student):

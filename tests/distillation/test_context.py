@@ -126,37 +126,32 @@ def test_statistics_are_taken_over_the_whole_reach(tiny):
 def test_hybrid_students_with_rotary_positions_reach_four_lengths_unless_told_otherwise(tiny):
     windows = TokenWindows.of(tiny.tokens(2, LENGTH))
     student = student_of(tiny.llama())
-    assert context_of(Converted.of(student), windows, None) == 4 * LENGTH
-    assert context_of(Converted.of(student), windows, LENGTH) is None
-    assert context_of(Converted.of(student), windows, REACH) == REACH
-    few = student_of(tiny.llama(max_position_embeddings=LENGTH + 5))
-    assert context_of(Converted.of(few), windows, None) == LENGTH + 5
-    assert context_of(Converted.of(student_of(tiny.llama(max_position_embeddings=LENGTH))), windows, None) is None
-    assert context_of(Converted.of(student_of(tiny.gpt2())), windows, None) is None
-    assert context_of(Converted.of(student_of(tiny.gpt2())), windows, LENGTH) is None
-    model = tiny.llama()
-    assert (
-        context_of(Converted.of(dofla.linear.linearize(model, tiny.plan(model))), windows, None) is None
-    )  # features alone
-
-
-def test_the_record_of_a_training_says_how_far_it_reached(tiny):
-    windows = tiny.tokens(4, LENGTH)
-    assert distill(student_of(tiny.llama()), windows, steps=1).settings["context"] == 4 * LENGTH
-    assert (
-        distill_end_to_end(student_of(tiny.llama()), windows, steps=1, batch_size=2).settings["context"] == 4 * LENGTH
-    )
-    assert distill(student_of(tiny.llama()), windows, steps=1, context=LENGTH).settings["context"] is None
+    few, fewer = (student_of(tiny.llama(max_position_embeddings=LENGTH + n)) for n in (5, 0))
+    gpt2, features_alone = student_of(tiny.gpt2()), tiny.llama()
+    dofla.linear.linearize(features_alone, tiny.plan(features_alone))
+    for model, asked, context in (
+        (student, None, 4 * LENGTH),
+        (student, LENGTH, None),
+        (student, REACH, REACH),
+        (few, None, LENGTH + 5),
+        (fewer, None, None),
+        (gpt2, None, None),
+        (gpt2, LENGTH, None),
+        (features_alone, None, None),
+    ):
+        assert context_of(Converted.of(model), windows, asked) == context
 
 
 @pytest.mark.parametrize("train", [distill, distill_end_to_end])
-def test_the_same_seed_places_windows_alike(tiny, train):
-    curves = [
-        train(student_of(tiny.llama()), tiny.tokens(4, LENGTH), steps=3, context=REACH, seed=seed).losses
-        for seed in (1, 1, 2)
+def test_the_same_seed_places_windows_alike_and_the_record_says_how_far_they_reach(tiny, train):
+    runs = [
+        train(student_of(tiny.llama()), tiny.tokens(4, LENGTH), steps=2, batch_size=2, context=context, seed=seed)
+        for context, seed in ((None, 1), (4 * LENGTH, 1), (None, 2), (LENGTH, 1))
     ]
-    assert torch.equal(curves[0], curves[1])
-    assert not torch.equal(curves[0], curves[2])
+    assert [run.settings["context"] for run in runs] == [4 * LENGTH] * 3 + [None]
+    first, same, *others = (run.losses for run in runs)
+    assert torch.equal(first, same)
+    assert not any(torch.equal(first, other) for other in others)
 
 
 @pytest.mark.parametrize("train", [distill, distill_end_to_end])

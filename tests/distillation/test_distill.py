@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import shutil
 import warnings
 
 import pytest
@@ -12,8 +13,8 @@ import torch
 from arithmetic import adam_error, in_float64, sum_error
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from stopping import Stop, base_weights, equal, feature_maps, stop_after, student_of
-from students import keep_softmax
+from stopping import Stop, base_weights, equal, feature_maps, stop_after
+from students import keep_softmax, student_of
 from transformers import Cache
 
 import dofla
@@ -29,9 +30,9 @@ WINDOWS, LENGTH = 8, 16
 every_loss = pytest.mark.parametrize("loss", sorted([*LOSSES, DIRECT]))
 
 
-def mean_divergence(student, tokens):
+def divergences(student, tokens):
     figures = attention_fidelity(Converted.of(student), TokenWindows.of(tokens))
-    return sum(layer.kl for layer in figures.values()) / len(figures)
+    return [layer.kl for layer in figures.values()]
 
 
 # --- learning ---------------------------------------------------------------------------------------------------------
@@ -53,33 +54,21 @@ def test_the_loss_of_every_layer_falls(tiny, loss, plan):
 
 def test_what_is_learned_is_the_teachers_attention(tiny):
     student, tokens = student_of(tiny), tiny.tokens(WINDOWS, LENGTH)
-    before = mean_divergence(student, tokens)
-    distill(student, tokens, steps=40, batch_size=WINDOWS)
-    assert mean_divergence(student, tokens) < 0.8 * before
-
-
-def test_the_curve_is_the_loss_before_each_step(tiny):
-    student, tokens = student_of(tiny), tiny.tokens(WINDOWS, LENGTH)
-    untrained = attention_fidelity(Converted.of(student), TokenWindows.of(tokens))
-    history = distill(student, tokens, loss="softmax", steps=1, batch_size=WINDOWS)
-    assert history.losses[0].tolist() == pytest.approx([layer.kl for layer in untrained.values()], rel=1e-4)
+    before = divergences(student, tokens)
+    history = distill(student, tokens, loss="softmax", steps=30, batch_size=WINDOWS)
+    assert history.losses[0].tolist() == pytest.approx(before, rel=1e-4)  # the loss before each step
+    assert sum(divergences(student, tokens)) < 0.8 * sum(before)
 
 
 def test_learning_rates_fall_along_a_cosine(tiny):
     # Adam's steps are at most about as long as the rate, and the first is exactly so wherever there is a gradient.
     student, tokens = student_of(tiny), tiny.tokens(WINDOWS, LENGTH)
-    trail = [feature_maps(student)]
-    distill(
-        student,
-        tokens,
-        steps=10,
-        batch_size=WINDOWS,
-        learning_rates={"z": 1e-3, "log_alpha": 1e-2},
-        progress=lambda *_: trail.append(feature_maps(student)),
-    )
+    trail, rates = [feature_maps(student)], {"z": 1e-3, "log_alpha": 1e-2}
+    options = {"steps": 10, "batch_size": WINDOWS, "learning_rates": rates}
+    distill(student, tokens, **options, progress=lambda *_: trail.append(feature_maps(student)))
     for name in trail[0]:
         moves = [(later[name] - earlier[name]).abs().max().item() for earlier, later in itertools.pairwise(trail)]
-        rate = 1e-3 if name.endswith("z") else 1e-2
+        rate = rates[name.rpartition(".")[2]]
         assert moves[0] == pytest.approx(rate, rel=1e-2)
         assert all(move <= 1.5 * rate * (1 + math.cos(math.pi * n / 10)) / 2 for n, move in enumerate(moves))
 
@@ -103,7 +92,9 @@ def test_the_students_modes_are_left_as_they_were(tiny):
         before = student(tokens).logits
     calm = distill(student, tokens, steps=1).losses
     student = student_of(tiny, tiny.gpt2(attn_pdrop=0.5, resid_pdrop=0.5)).train()
-    assert torch.equal(distill(student, tokens, steps=1).losses, calm)
+    with torch.no_grad():  # nor does it matter whether gradients are on
+        assert torch.equal(distill(student, tokens, steps=1).losses, calm)
+        assert not torch.is_grad_enabled()
     assert all(module.training for module in student.modules())
     with torch.no_grad():
         assert not torch.allclose(student.eval()(tokens).logits, before)
@@ -115,9 +106,7 @@ def test_no_gradient_crosses_layers(tiny):
     both = distill(together, tokens, steps=5)
     for number, name in enumerate(("model.layers.0.self_attn", "model.layers.1.self_attn")):
         model = tiny.llama()
-        plan = tiny.plan(model)
-        keep_softmax(plan, 1 - number)
-        dofla.linear.linearize(model, plan)
+        dofla.linear.linearize(model, keep_softmax(tiny.plan(model), 1 - number))
         own = Converted.of(model).layers[name]
         with torch.no_grad():
             for key, parameter in own.named_parameters():
@@ -141,16 +130,6 @@ def test_the_teacher_fills_no_cache(tiny):
     assert caches == []
 
 
-def test_it_works_where_gradients_are_off(tiny):
-    tokens = tiny.tokens(WINDOWS, LENGTH)
-    inside, outside = student_of(tiny), student_of(tiny)
-    with torch.no_grad():
-        distill(inside, tokens, steps=3)
-        assert not torch.is_grad_enabled()
-    distill(outside, tokens, steps=3)
-    assert equal(feature_maps(inside), feature_maps(outside))
-
-
 def test_a_half_precision_teacher_trains_float32_features(tiny):
     student, tokens = student_of(tiny, tiny.llama().bfloat16()), tiny.tokens(WINDOWS, LENGTH)
     history = distill(student, tokens, steps=30, batch_size=WINDOWS)
@@ -159,22 +138,20 @@ def test_a_half_precision_teacher_trains_float32_features(tiny):
     assert (history.losses[-1] < history.losses[0] - 0.05).all()
 
 
-@pytest.mark.parametrize("rows", [None, 3])
-def test_padded_encoders_and_images_are_distilled(tiny, rows):
-    bert = student_of(tiny, tiny.bert())
-    losses = distill(bert, tiny.padded(WINDOWS, LENGTH), steps=30, batch_size=4, rows=rows).losses
-    assert torch.isfinite(losses).all()
-    assert losses[-5:].mean() < losses[:5].mean()
-    vit = student_of(tiny, tiny.vit())
-    losses = distill(vit, tiny.images(WINDOWS), steps=30, batch_size=4, rows=rows).losses
-    assert losses[-5:].mean() < losses[:5].mean()
+@pytest.mark.parametrize("options", [{"rows": 3}, {"own_inputs": 1}], ids=str)
+def test_padded_encoders_and_images_are_distilled(tiny, options):
+    for model, windows in ((tiny.bert(), tiny.padded(WINDOWS, LENGTH)), (tiny.vit(), tiny.images(WINDOWS))):
+        losses = distill(student_of(tiny, model), windows, steps=20, batch_size=4, **options).losses
+        assert torch.isfinite(losses).all()
+        assert losses[-5:].mean() < losses[:5].mean()
 
 
 # --- batches ----------------------------------------------------------------------------------------------------------
 
 
-def test_accumulating_two_batches_is_one_batch_of_twice_the_size(tiny):
-    tokens = tiny.tokens(WINDOWS, LENGTH)
+@pytest.mark.parametrize("windows", [WINDOWS, WINDOWS - 1])  # batches count by their windows
+def test_accumulating_two_batches_is_one_batch_of_twice_the_size(tiny, windows):
+    tokens = tiny.tokens(windows, LENGTH)
     split, whole = (in_float64(student_of(tiny)) for _ in range(2))
     # Not so for the output loss, whose squared error is relative to each batch's own square.
     first = distill(split, tokens, loss="softmax", steps=3, batch_size=2, accumulate=2)
@@ -196,13 +173,6 @@ def batches_seen(student, tokens, **options):
     return [[numbers[tuple(window)] for window in batch.tolist()] for batch in seen]
 
 
-def test_each_epoch_takes_every_window_once_in_a_new_order(tiny):
-    seen = batches_seen(student_of(tiny), tiny.tokens(6, LENGTH), batch_size=2, epochs=3)
-    epochs = [list(itertools.chain(*seen[n : n + 3])) for n in (0, 3, 6)]
-    assert all(sorted(epoch) == list(range(6)) for epoch in epochs)
-    assert len({tuple(epoch) for epoch in epochs}) == 3
-
-
 def test_the_last_step_of_an_epoch_takes_the_windows_that_are_left(tiny):
     tokens = tiny.tokens(7, LENGTH)
     seen = batches_seen(student_of(tiny), tokens, batch_size=2, accumulate=2, steps=5)
@@ -214,15 +184,7 @@ def test_the_last_step_of_an_epoch_takes_the_windows_that_are_left(tiny):
     assert batches_seen(student_of(tiny), tokens, batch_size=2, accumulate=2, epochs=2) == seen[:8]
 
 
-def test_batches_of_a_step_count_by_their_windows(tiny):
-    tokens = tiny.tokens(7, LENGTH)
-    split, whole = (in_float64(student_of(tiny)) for _ in range(2))
-    first = distill(split, tokens, loss="softmax", steps=2, batch_size=2, accumulate=2)
-    second = distill(whole, tokens, loss="softmax", steps=2, batch_size=4)
-    torch.testing.assert_close(first.losses, second.losses, rtol=sum_error(4 * LENGTH), atol=0)
-
-
-def test_rows_are_drawn_anew_for_each_step(tiny, monkeypatch):
+def test_rows_are_drawn_anew_for_each_step_by_the_seed_and_progress_is_reported(tiny, monkeypatch):
     drawn = []
 
     def spy(teacher, call, layer, rows):
@@ -230,53 +192,52 @@ def test_rows_are_drawn_anew_for_each_step(tiny, monkeypatch):
         return LOSSES["softmax"](teacher, call, layer, rows)
 
     monkeypatch.setitem(LOSSES, "spy", spy)
-    distill(student_of(tiny), tiny.tokens(WINDOWS, LENGTH), loss="spy", steps=60, rows=5)
-    rows = torch.stack([rows for name, rows in drawn if name == "model.layers.0.self_attn"])
-    assert rows.shape == (60, 5)
+    runs, seen = [], []
+    for seed, steps in ((3, 40), (3, 3), (4, 3)):
+        options = {"rows": 5, "seed": seed, "progress": lambda *x: seen.append(x)}
+        runs.append(distill(student_of(tiny), tiny.tokens(WINDOWS, LENGTH), loss="spy", steps=steps, **options))
+    first, again, other = (run.losses[0] for run in runs)
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+    assert [(done, steps) for done, steps, _ in seen] == [
+        (n + 1, len(x.losses)) for x in runs for n in range(len(x.losses))
+    ]
+    for row, (_, _, losses) in zip(runs[0].losses, seen[:40], strict=True):
+        assert list(losses) == runs[0].layers
+        torch.testing.assert_close(torch.tensor(list(losses.values())), row)
+    rows = torch.stack([rows for name, rows in drawn if name == "model.layers.0.self_attn"])[:40]
+    assert rows.shape == (40, 5)
     assert (rows.diff(dim=1) > 0).all()
-    assert len(rows.unique(dim=0)) > 50
+    assert len(rows.unique(dim=0)) > 33
     assert set(rows.flatten().tolist()) == set(range(LENGTH))
 
 
 def test_all_rows_are_looked_at_unless_fewer_are_asked_for(tiny):
     tokens = tiny.tokens(WINDOWS, LENGTH)
-    every = distill(student_of(tiny), tokens, steps=2).losses
-    assert torch.equal(distill(student_of(tiny), tokens, steps=2, rows=LENGTH).losses, every)
-    assert torch.equal(distill(student_of(tiny), tokens, steps=2, rows=1000).losses, every)
-    assert not torch.equal(distill(student_of(tiny), tokens, steps=2, rows=LENGTH - 1).losses, every)
-
-
-def test_the_same_seed_gives_the_same_numbers(tiny):
-    tokens = tiny.tokens(WINDOWS, LENGTH)
-    runs = [distill(student_of(tiny), tokens, steps=3, rows=4, seed=seed).losses for seed in (3, 3, 4)]
-    assert torch.equal(runs[0], runs[1])
-    assert not torch.equal(runs[0], runs[2])
-
-
-def test_progress_is_reported(tiny):
-    seen = []
-    history = distill(student_of(tiny), tiny.tokens(WINDOWS, LENGTH), steps=3, progress=lambda *x: seen.append(x))
-    assert [(done, steps) for done, steps, _ in seen] == [(1, 3), (2, 3), (3, 3)]
-    for row, (_, _, losses) in zip(history.losses, seen, strict=True):
-        assert list(losses) == history.layers
-        torch.testing.assert_close(torch.tensor(list(losses.values())), row)
+    every, same, more, fewer = (
+        distill(student_of(tiny), tokens, steps=2, rows=rows).losses for rows in (None, LENGTH, 1000, LENGTH - 1)
+    )
+    assert torch.equal(same, every)
+    assert torch.equal(more, every)
+    assert not torch.equal(fewer, every)
 
 
 # --- stopping and going on --------------------------------------------------------------------------------------------
 
-OPTIONS = {"steps": 6, "batch_size": 2, "accumulate": 2, "rows": 9}
+OPTIONS = {"loss": "softmax", "steps": 6, "batch_size": 2, "accumulate": 2, "rows": 9, "own_inputs": 0.5}
 
 
-@pytest.mark.parametrize("checkpoint_every", [1, 2, 50])
-@pytest.mark.parametrize("stop", [1, 3, 5])
-@pytest.mark.parametrize("process", ["the same", "a new one"])
+@pytest.mark.parametrize(
+    ("stop", "checkpoint_every", "process"),
+    [(1, 1, "a new one"), (1, 50, "the same"), (3, 2, "a new one"), (3, 50, "a new one"), (5, 1, "the same")],
+)
 def test_an_interrupted_run_ends_as_if_it_had_not_been(tiny, tmp_path, checkpoint_every, stop, process):
     tokens = tiny.tokens(WINDOWS, LENGTH)
     whole = student_of(tiny)
-    expected = distill(whole, tokens, folder=tmp_path / "whole", **OPTIONS)
+    expected = distill(whole, tokens, **OPTIONS)
 
     student = student_of(tiny)
-    options = OPTIONS | {"folder": tmp_path / "run", "checkpoint_every": checkpoint_every}
+    options = OPTIONS | {"folder": str(tmp_path), "checkpoint_every": checkpoint_every}
     with pytest.raises(Stop):
         distill(student, tokens, progress=stop_after(stop), **options)
     if process == "a new one":
@@ -288,38 +249,25 @@ def test_an_interrupted_run_ends_as_if_it_had_not_been(tiny, tmp_path, checkpoin
         history = distill(student, tokens, progress=lambda done, *_: steps.append(done), **options)
     saved = stop - stop % checkpoint_every
     assert steps == list(range(saved + 1, 7))
-    assert torch.equal(history.losses, expected.losses)
-    assert equal(feature_maps(student), feature_maps(whole))
-    assert (tmp_path / "run" / CURVES).read_text() == (tmp_path / "whole" / CURVES).read_text()
-    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == sorted([STATE, CURVES])
-
-
-def test_a_folder_changes_no_number(tiny, tmp_path):
-    tokens = tiny.tokens(WINDOWS, LENGTH)
-    with_folder, without = student_of(tiny), student_of(tiny)
-    distill(with_folder, tokens, folder=tmp_path, **OPTIONS)
-    distill(without, tokens, **OPTIONS)
-    assert equal(feature_maps(with_folder), feature_maps(without))
-
-
-def test_a_finished_run_is_opened_and_not_repeated(tiny, tmp_path):
-    tokens = tiny.tokens(WINDOWS, LENGTH)
-    student = student_of(tiny)
-    history = distill(student, tokens, folder=tmp_path, **OPTIONS)
-    other = student_of(tiny, seed=5)
-    steps = []
-    again = distill(other, tokens, folder=str(tmp_path), progress=lambda *x: steps.append(x), **OPTIONS)
-    assert steps == []
-    assert torch.equal(again.losses, history.losses)
-    assert equal(feature_maps(other), feature_maps(student))
-
-
-def test_the_curves_can_be_read(tiny, tmp_path):
-    history = distill(student_of(tiny), tiny.tokens(WINDOWS, LENGTH), folder=tmp_path, loss="l2", steps=4)
+    opened = student_of(tiny, seed=5)  # the run is finished: nothing is repeated
+    again = distill(opened, tokens, progress=lambda done, *_: steps.append(done), **options)
+    assert len(steps) == 6 - saved
+    for found, maps in ((history, student), (again, opened)):
+        assert torch.equal(found.losses, expected.losses)
+        assert equal(feature_maps(maps), feature_maps(whole))
     data = json.loads((tmp_path / CURVES).read_text())
-    assert data["loss"] == "l2"
+    assert data["loss"] == "softmax"
     assert list(data["layers"]) == history.layers
     torch.testing.assert_close(torch.tensor(list(data["layers"].values())).T, history.losses)
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([STATE, CURVES])
+
+
+@pytest.fixture(scope="module")
+def finished(tiny, tmp_path_factory):
+    """The folder of a finished run, which no test changes."""
+    folder = tmp_path_factory.mktemp("finished")
+    distill(student_of(tiny), tiny.tokens(WINDOWS, LENGTH), folder=folder, **OPTIONS)
+    return folder
 
 
 @pytest.mark.parametrize(
@@ -330,6 +278,7 @@ def test_the_curves_can_be_read(tiny, tmp_path):
         ({"batch_size": 4, "accumulate": 1}, "batch_size"),
         ({"rows": None}, "rows"),
         ({"steps": 7}, "steps"),
+        ({"own_inputs": 0.25}, "own_inputs"),
         ({"learning_rates": {"z": 0.1}}, "learning_rates"),
         ({"tokens": 1}, "data"),
         ({"mask": True}, "data"),
@@ -337,10 +286,8 @@ def test_the_curves_can_be_read(tiny, tmp_path):
         ({"plan": {"features": 9}}, "plan"),
     ],
 )
-def test_a_folder_of_another_run_is_refused_and_kept(tiny, tmp_path, change, named):
-    distill(student_of(tiny), tiny.tokens(WINDOWS, LENGTH), folder=tmp_path, **OPTIONS)
-    state = (tmp_path / STATE).read_bytes()
-    options = OPTIONS | change
+def test_a_folder_of_another_run_is_refused_and_kept(tiny, finished, change, named):
+    state, options = (finished / STATE).read_bytes(), OPTIONS | change
     tokens = tiny.tokens(options.pop("windows", WINDOWS), LENGTH, seed=options.pop("tokens", 0))
     if options.pop("mask", False):
         mask = torch.ones_like(tokens)
@@ -348,8 +295,8 @@ def test_a_folder_of_another_run_is_refused_and_kept(tiny, tmp_path, change, nam
         tokens = {"input_ids": tokens, "attention_mask": mask}
     student = student_of(tiny, **options.pop("plan", {}))
     with pytest.raises(DoflaError, match=f"{STATE} belongs to a run with another {named}:"):
-        distill(student, tokens, folder=tmp_path, **options)
-    assert (tmp_path / STATE).read_bytes() == state
+        distill(student, tokens, folder=finished, **options)
+    assert (finished / STATE).read_bytes() == state
 
 
 def rewrite(path, change):
@@ -376,14 +323,11 @@ def rewrite(path, change):
     ],
     ids=["cut off", "other bytes", "empty", "no curve", "no moment", "no weights", "no settings", "half the settings"],
 )
-def test_a_damaged_state_is_one_line_naming_the_file(tiny, tmp_path, damage):
-    tokens = tiny.tokens(WINDOWS, LENGTH)
-    distill(student_of(tiny), tokens, folder=tmp_path, **OPTIONS)
-    damage(tmp_path / STATE)
-    with pytest.raises(DoflaError, match="is damaged") as error:
-        distill(student_of(tiny), tokens, folder=tmp_path, **OPTIONS)
-    assert str(tmp_path / STATE) in str(error.value)
-    assert "\n" not in str(error.value)
+def test_a_damaged_state_is_one_line_naming_the_file(tiny, finished, tmp_path, damage):
+    folder = shutil.copytree(finished, tmp_path / "run")
+    damage(folder / STATE)
+    with pytest.raises(DoflaError, match=f"{folder / STATE} is damaged"):
+        distill(student_of(tiny), tiny.tokens(WINDOWS, LENGTH), folder=folder, **OPTIONS)
 
 
 def test_a_folder_that_cannot_be_made_is_one_line(tiny, tmp_path):
@@ -428,7 +372,6 @@ def test_nan_names_layer_and_step_saves_nothing_of_it_and_leaves_nothing_behind(
     [
         ({"loss": "huber"}, "unknown loss 'huber': choose one of direct, l2, output, softmax"),
         ({"schedule": "linear"}, "unknown schedule 'linear': choose one of constant, cosine"),
-        ({"batch_size": 9}, "8 windows are too few for one step of 9"),
         ({"batch_size": 3, "accumulate": 3}, "8 windows are too few for one step of 9"),
         ({"batch_size": 0}, "batch_size is 0"),
         ({"accumulate": 0}, "accumulate is 0"),
@@ -439,7 +382,6 @@ def test_nan_names_layer_and_step_saves_nothing_of_it_and_leaves_nothing_behind(
         ({"learning_rates": {"beta": 1.0}}, "learning_rates names 'beta': the feature maps have log_alpha, z"),
         ({"learning_rates": {"z": 0.0}}, "the learning rate of 'z' is 0.0"),
         ({"learning_rates": {"z": math.nan}}, "the learning rate of 'z' is nan"),
-        ({"learning_rates": {"z": math.inf}}, "the learning rate of 'z' is inf"),
     ],
 )
 def test_a_bad_option_is_one_line_with_the_way_out(tiny, options, message):
@@ -450,13 +392,10 @@ def test_a_bad_option_is_one_line_with_the_way_out(tiny, options, message):
     assert equal(feature_maps(student), before)
 
 
-def test_a_model_that_is_not_linearized_is_refused(tiny):
+def test_what_has_nothing_to_train_is_refused(tiny):
+    model, tokens = tiny.llama(), tiny.tokens(WINDOWS, LENGTH)
     with pytest.raises(DoflaError, match="not converted"):
-        distill(tiny.llama(), tiny.tokens(WINDOWS, LENGTH))
-
-
-def test_a_plan_without_linear_layers_has_nothing_to_train(tiny):
-    student = tiny.llama()
-    dofla.linear.linearize(student, keep_softmax(tiny.plan(student), 0, 1))
+        distill(model, tokens)
+    dofla.linear.linearize(model, keep_softmax(tiny.plan(model), 0, 1))
     with pytest.raises(DoflaError, match="nothing to train"):
-        distill(student, tiny.tokens(WINDOWS, LENGTH))
+        distill(model, tokens)

@@ -15,12 +15,12 @@ import torch
 from arithmetic import LOGITS
 from safetensors.torch import load_file, save_file
 from stopping import Stop, base_weights, equal, feature_maps, stop_after
-from students import keep_softmax
+from students import keep_softmax, student_of
 from torch.testing import assert_close
 from transformers import BertConfig, BertLMHeadModel, GPTNeoXConfig, GPTNeoXForCausalLM
 
 import dofla
-from dofla.data import TokenWindows
+from dofla.data import TokenWindows, as_windows
 from dofla.distillation import distill_end_to_end, objective
 from dofla.distillation.checkpoint import CURVES, STATE
 from dofla.distillation.objective import Objective
@@ -29,12 +29,11 @@ from dofla.errors import DoflaError
 from dofla.evaluation.embeddings import embedding_figures
 from dofla.evaluation.language import next_token_figures
 from dofla.integration.converted import Converted
-from dofla.runs.recipe import Recipe
-from dofla.runs.run import run
 
 WINDOWS, LENGTH = 8, 16
 OPTIONS = {"steps": 4, "batch_size": 2, "accumulate": 2}
 RATES = {"lora": {"weights": 1e-3}, "maps": None, "all": {"weights": 1e-3}}
+UP = "model.layers.0.mlp.up_proj.lora_A"
 every_choice = pytest.mark.parametrize("weights", ["lora", "maps", "all"])
 
 
@@ -48,11 +47,6 @@ def decoder(tiny):
     sizes = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
     config = BertConfig(**sizes, intermediate_size=48, initializer_range=0.3, is_decoder=True, pad_token_id=None)
     return tiny._make(BertLMHeadModel, config, 0)
-
-
-def student_of(tiny, model=None, **plan):
-    model = model or tiny.llama()
-    return dofla.linear.linearize(model, tiny.plan(model, **plan))
 
 
 def logits(model, tokens):
@@ -72,15 +66,13 @@ def divergence(student, tokens):
 # --- learning ---------------------------------------------------------------------------------------------------------
 
 
-@every_choice
-@pytest.mark.parametrize("family", ["llama", "gpt2", "neox"])
+@pytest.mark.parametrize(
+    ("weights", "family"), [("lora", "llama"), ("maps", "gpt2"), ("all", "neox"), ("maps", "llama"), ("lora", "neox")]
+)
 def test_the_student_comes_closer_to_its_teacher(tiny, weights, family):
-    model = neox(tiny) if family == "neox" else getattr(tiny, family)()
-    student, tokens = student_of(tiny, model), tiny.tokens(WINDOWS, LENGTH)
-    before = divergence(student, tokens)
-    history = distill_end_to_end(
-        student, tokens, steps=15, batch_size=WINDOWS, weights=weights, learning_rates=RATES[weights]
-    )
+    student, tokens = student_of(tiny, neox(tiny) if family == "neox" else family), tiny.tokens(WINDOWS, LENGTH)
+    before, options = divergence(student, tokens), {"weights": weights, "learning_rates": RATES[weights]}
+    history = distill_end_to_end(student, tokens, steps=15, batch_size=WINDOWS, **options)
     assert history.layers == ["kl"]
     assert history.losses.shape == (15, 1)
     assert history.losses[0].item() == pytest.approx(before, rel=1e-4)
@@ -89,21 +81,16 @@ def test_the_student_comes_closer_to_its_teacher(tiny, weights, family):
 
 
 @every_choice
-def test_an_encoders_embeddings_come_closer(tiny, weights):
-    student, tokens = student_of(tiny, tiny.bert()), tiny.padded(WINDOWS, LENGTH)
-    before = embedding_figures(student, TokenWindows.of(tokens))["cosine"]
-    history = distill_end_to_end(
-        student, tokens, steps=15, batch_size=WINDOWS, weights=weights, learning_rates=RATES[weights]
-    )
+@pytest.mark.parametrize("family", ["bert", "vit"])
+def test_embeddings_come_closer(tiny, weights, family):
+    student = student_of(tiny, family)
+    windows = as_windows(tiny.images(WINDOWS) if family == "vit" else tiny.padded(WINDOWS, LENGTH))
+    before = embedding_figures(student, windows)["cosine"]
+    options = {"steps": 15, "weights": weights, "learning_rates": RATES[weights]}
+    history = distill_end_to_end(student, windows, batch_size=WINDOWS, **options)
     assert history.layers == ["embedding"]
     assert history.losses[-1] < {"maps": 0.98}.get(weights, 0.85) * history.losses[0]
-    assert embedding_figures(student, TokenWindows.of(tokens))["cosine"] > before
-
-
-def test_vision_models_are_distilled(tiny):
-    student, images = student_of(tiny, tiny.vit()), tiny.images(WINDOWS)
-    losses = distill_end_to_end(student, images, steps=10, batch_size=WINDOWS).losses
-    assert losses[-1] < 0.95 * losses[0]
+    assert embedding_figures(student, windows)["cosine"] > before
 
 
 def test_padding_counts_for_nothing_and_a_split_step_is_the_same_step(tiny):
@@ -121,7 +108,7 @@ def test_padding_counts_for_nothing_and_a_split_step_is_the_same_step(tiny):
 def test_the_loss_in_slices_has_the_gradient_of_the_loss(tiny, family, monkeypatch):
     # A BERT decoder has more in its head than the output layer, so all of its logits are made at once.
     monkeypatch.setattr(objective, "POSITIONS_AT_A_TIME", 7)
-    student = student_of(tiny, decoder(tiny) if family == "decoder" else None)
+    student = student_of(tiny, decoder(tiny) if family == "decoder" else family)
     tokens = tiny.tokens(2, LENGTH)
     with trainable(Converted.of(student), "all", 1) as part:
         loss = Objective(student, part.teacher)
@@ -151,8 +138,10 @@ def test_the_teacher_keeps_its_head_while_the_students_is_trained(tiny):
 # --- what is left -----------------------------------------------------------------------------------------------------
 
 
-@every_choice
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("weights", "dtype"),
+    [("lora", torch.float32), ("lora", torch.bfloat16), ("maps", torch.bfloat16), ("all", torch.bfloat16)],
+)
 def test_teacher_and_original_stay_bit_for_bit(tiny, weights, dtype):
     student, tokens = student_of(tiny, tiny.llama(tie_word_embeddings=True).to(dtype)), tiny.tokens(WINDOWS, LENGTH)
     before, weights_before, names = teacher_logits(student, tokens), base_weights(student), set(student.state_dict())
@@ -197,7 +186,7 @@ def test_an_adapter_holds_what_was_learned(tiny, tmp_path, weights):
     model.save_pretrained(tmp_path / "base")
     model.config._name_or_path = str(tmp_path / "base")
     student = student_of(tiny, model)
-    distill_end_to_end(student, tokens, **OPTIONS, weights=weights)
+    distill_end_to_end(student, tokens, steps=1, batch_size=2, weights=weights)
     dofla.save_adapter(student, tmp_path / "adapter")
     opened = dofla.load(tmp_path / "adapter")
     assert torch.equal(logits(opened, tokens), logits(student, tokens))
@@ -217,6 +206,16 @@ def test_the_folder_lora_fits_a_student_made_anew(tiny, tmp_path):
     assert (tmp_path / "lora" / "lora.safetensors").stat().st_size < (tmp_path / STATE).stat().st_size / 2
     with pytest.raises(DoflaError, match=r"trained end to end already: dofla\.restore"):
         dofla.linear.merge_lora(fresh, tmp_path / "lora")
+    with pytest.raises(DoflaError, match="not converted"):
+        dofla.linear.merge_lora(tiny.gpt2(), tmp_path / "lora")
+
+
+@pytest.fixture(scope="module")
+def factors(tiny, tmp_path_factory):
+    """The file of low-rank factors of a training."""
+    folder = tmp_path_factory.mktemp("factors")
+    distill_end_to_end(student_of(tiny), tiny.tokens(WINDOWS, LENGTH), steps=1, folder=folder)
+    return folder / "lora" / "lora.safetensors"
 
 
 @pytest.mark.parametrize(
@@ -224,32 +223,22 @@ def test_the_folder_lora_fits_a_student_made_anew(tiny, tmp_path):
     [
         (None, "does not exist"),
         (lambda tensors: tensors.clear(), "holds no low-rank factors"),
-        (lambda tensors: tensors.pop("model.layers.0.mlp.up_proj.lora_A"), "not one of a pair"),
+        (lambda tensors: tensors.pop(UP), "not one of a pair"),
         (lambda tensors: tensors.update(weight=torch.ones(2)), "'weight' is not one of a pair"),
         (lambda tensors: tensors.update({"x.lora_A": torch.ones(2, 2), "x.lora_B": torch.ones(2, 2)}), "layer 'x'"),
-        (
-            lambda tensors: tensors.update({"model.layers.0.mlp.up_proj.lora_A": torch.ones(16, 5)}),
-            r"up_proj is \[48, 32\], its factors are \[48, 16\] times \[16, 5\]",
-        ),
-        (lambda tensors: tensors["model.layers.0.mlp.up_proj.lora_A"].fill_(math.nan), "NaN or infinity"),
+        (lambda tensors: tensors.update({UP: torch.ones(16, 5)}), r"is \[48, 32\].* \[48, 16\] times \[16, 5\]"),
+        (lambda tensors: tensors[UP].fill_(math.nan), "NaN or infinity"),
     ],
 )
-def test_factors_that_do_not_fit_are_one_line_and_change_nothing(tiny, tmp_path, change, message):
-    distill_end_to_end(student_of(tiny), tiny.tokens(WINDOWS, LENGTH), steps=1, folder=tmp_path)
-    path, student = tmp_path / "lora" / "lora.safetensors", student_of(tiny)
+def test_factors_that_do_not_fit_are_one_line_and_change_nothing(tiny, factors, tmp_path, change, message):
+    path, student, tensors = tmp_path / "lora.safetensors", student_of(tiny), load_file(factors)
     before = base_weights(student)
-    tensors = load_file(path)
-    path.unlink()
     if change:
         change(tensors)
         save_file(tensors, path)
-    with pytest.raises(DoflaError, match=message) as caught:
-        dofla.linear.merge_lora(student, path.parent)
-    assert str(path) in str(caught.value)
-    assert "\n" not in str(caught.value)
+    with pytest.raises(DoflaError, match=f"{path}.*{message}"):
+        dofla.linear.merge_lora(student, tmp_path)
     assert equal(base_weights(student), before)
-    with pytest.raises(DoflaError, match="not converted"):
-        dofla.linear.merge_lora(tiny.llama(), path.parent)
 
 
 # --- options ----------------------------------------------------------------------------------------------------------
@@ -271,7 +260,7 @@ def test_layers_made_again_change_no_number(tiny):
 def test_bfloat16_products_train_float32_weights(tiny):
     tokens = tiny.tokens(WINDOWS, LENGTH)
     exact, rough = (
-        distill_end_to_end(student_of(tiny), tokens, **OPTIONS, precision=precision).losses
+        distill_end_to_end(student_of(tiny), tokens, steps=2, batch_size=4, precision=precision).losses
         for precision in (None, "bf16")
     )
     assert_close(rough, exact, rtol=0.05, atol=0)
@@ -349,9 +338,8 @@ def test_an_interrupted_run_ends_as_if_it_had_not_been(tiny, tmp_path, weights, 
     ],
 )
 def test_a_bad_option_is_one_line_with_the_way_out(tiny, options, message):
-    with pytest.raises(DoflaError, match=message) as caught:
+    with pytest.raises(DoflaError, match=message):
         distill_end_to_end(student_of(tiny), tiny.tokens(WINDOWS, LENGTH), **options)
-    assert "\n" not in str(caught.value)
 
 
 def test_students_it_cannot_train_are_refused(tiny, monkeypatch):
@@ -383,32 +371,3 @@ def test_a_loss_that_is_not_finite_names_the_step_and_leaves_the_student_alone(t
     with pytest.raises(DoflaError, match=r"the kl loss is (nan|inf) at step \d: lower learning_rates"):
         distill_end_to_end(student, tokens, learning_rates={"weights": 1e30})
     assert equal(student.state_dict(), before)
-
-
-# --- in a recipe ------------------------------------------------------------------------------------------------------
-
-
-def test_a_recipe_has_end_to_end_students_beside_others(tiny, tmp_path, monkeypatch):
-    model, tokens = tiny.llama(), TokenWindows.of(tiny.tokens(WINDOWS, LENGTH))
-    untouched = {name: value.clone() for name, value in model.state_dict().items()}
-    monkeypatch.setattr("dofla.runs.opened.open_original", lambda *_: (model, None))
-    monkeypatch.setattr("dofla.runs.opened.windows_of", lambda *_, **__: tokens)
-    students = [{"name": "Whole", "strategy": "fixed", "end_to_end": True}, {"name": "Plain", "strategy": "fixed"}]
-    data = {"model": "tiny", "budget": 8, "students": students, "distill": {"steps": 3}}
-    data["end_to_end"] = {"steps": 20, "batch_size": WINDOWS, "learning_rates": {"weights": 1e-3}}
-    recipe = Recipe.from_dict(data)
-    results = run(recipe, tmp_path / "run")
-    whole, plain = (row["runs"][0] for row in results["models"])
-    assert whole["language"]["kl"] < 0.9 * plain["language"]["kl"]
-    assert whole["language"]["original_loss"] == plain["language"]["original_loss"]
-    assert equal(model.state_dict(), untouched)
-    home = tmp_path / "run" / "models" / "whole-seed0"
-    seconds = [json.loads((home / part / "trained.json").read_text())["seconds"] for part in (".", "end_to_end")]
-    assert whole["distill_seconds"] == sum(seconds)
-
-    (home / "evaluation.json").unlink()
-    monkeypatch.setattr("dofla.runs.models.distill_end_to_end", None)  # opened, not trained again
-    again = run(recipe, tmp_path / "run")["models"][0]["runs"][0]
-    assert again["language"] == whole["language"]
-    with pytest.raises(DoflaError, match=r"student Whole is end_to_end, and end_to_end\.steps is 0"):
-        Recipe.from_dict(data | {"end_to_end": {}})

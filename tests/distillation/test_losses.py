@@ -105,65 +105,62 @@ def pairs_by_loops(call, layer, rows):
     return result
 
 
+def of_both(teacher, call, layer, rows):
+    """The teacher's scores at its own call, and the student's at its own."""
+    exact, approximate = (pairs_by_loops(x, layer, rows) for x in (teacher, call))
+    return {at: [(p[0], q[1]) for p, q in zip(exact[at], approximate[at], strict=True)] for at in exact}
+
+
 def kl_by_loops(scores):
     totals = [sum(math.exp(pair[side]) for pair in scores) for side in (0, 1)]
     shares = [[math.exp(pair[side]) / totals[side] for side in (0, 1)] for pair in scores]
     return sum(p * (math.log(p) - math.log(q)) for p, q in shares)
 
 
-@quick
-@given(**options)
-def test_the_softmax_loss_is_the_mean_divergence_of_rows(seed, features, length, causal, padding, **sizes):
-    layer = make_layer(features, seed, **sizes)
-    weight = padding_weight(padding, seed, 2, length)
-    call = make_call(seed, len(features), length, causal=causal, weight=weight)
-    divergences = [kl_by_loops(scores) for scores in pairs_by_loops(call, layer, all_rows(call)).values()]
-    expected = sum(divergences) / len(divergences)
-    assert softmax_loss(call, call, layer, all_rows(call)).item() == pytest.approx(expected, rel=1e-9, abs=1e-12)
+def squared_errors(scores, heads):
+    """Of the kernel: by query head, the sum of squared differences, and that of the teacher's squares."""
+    error, square = [0.0] * heads, [0.0] * heads
+    for (_, h, _), pairs in scores.items():
+        error[h] += sum((math.exp(exact) - math.exp(approximate)) ** 2 for exact, approximate in pairs)
+        square[h] += sum(math.exp(exact) ** 2 for exact, _ in pairs)
+    return error, square
 
 
 @quick
-@given(**options)
-def test_the_divergence_of_a_row_is_that_of_the_row_alone(seed, features, length, causal, padding, **sizes):
-    layer = make_layer(features, seed, **sizes)
-    weight = padding_weight(padding, seed, 2, length)
-    call = make_call(seed, len(features), length, causal=causal, weight=weight)
-    rows = torch.arange(length)[seed % min(2, length) :: 2]
-    got = attention_kl(call, call, layer, rows)
-    for (b, h, i), scores in pairs_by_loops(call, layer, rows).items():
-        assert got[b, h, rows.tolist().index(i)].item() == pytest.approx(kl_by_loops(scores), rel=1e-9, abs=1e-12)
-
-
-@quick
-@given(**options)
-def test_the_l2_loss_is_the_log_of_the_relative_squared_error_of_the_kernel(
-    seed, features, length, causal, padding, **sizes
+@given(**options, own=st.booleans())
+def test_divergences_are_those_of_each_row_and_the_l2_loss_is_the_relative_error_of_the_kernel(
+    seed, features, length, causal, padding, own, **sizes
 ):
     layer = make_layer(features, seed, **sizes)
     weight = padding_weight(padding, seed, 2, length)
-    call = make_call(seed, len(features), length, causal=causal, weight=weight)
-    heads = call.query.shape[1]
-    error, square = [0.0] * heads, [0.0] * heads
-    for (_, h, _), scores in pairs_by_loops(call, layer, all_rows(call)).items():
-        error[h] += sum((math.exp(exact) - math.exp(approximate)) ** 2 for exact, approximate in scores)
-        square[h] += sum(math.exp(exact) ** 2 for exact, _ in scores)
+    # On its own inputs a student is compared with the teacher on the teacher's.
+    teacher, call = (make_call(n, len(features), length, causal=causal, weight=weight) for n in (seed + own, seed))
+    rows, heads = all_rows(call), call.query.shape[1]
+    scores = of_both(teacher, call, layer, rows)
+    divergences = {at: kl_by_loops(pairs) for at, pairs in scores.items()}
+    some = rows[seed % min(2, length) :: 2]
+    for chosen in (rows, some):
+        found = attention_kl(teacher, call, layer, chosen)
+        for n, i in enumerate(chosen.tolist()):
+            for b, h in itertools.product(range(2), range(heads)):
+                if (b, h, i) in divergences:
+                    assert found[b, h, n].item() == pytest.approx(divergences[b, h, i], rel=1e-9, abs=1e-12)
+    expected = sum(divergences.values()) / len(divergences)
+    assert softmax_loss(teacher, call, layer, rows).item() == pytest.approx(expected, rel=1e-9, abs=1e-12)
+
+    error, square = squared_errors(scores, heads)
+    found = l2_loss(teacher, call, layer, rows).item()
     if min(error) < 1e-20:  # every pair of some head is near
-        assert l2_loss(call, call, layer, all_rows(call)).item() < -40 / heads
+        assert found < -40 / heads
         return
     expected = sum(math.log(e / s) for e, s in zip(error, square, strict=True)) / heads
-    assert l2_loss(call, call, layer, all_rows(call)).item() == pytest.approx(expected, rel=1e-8, abs=1e-8)
+    assert found == pytest.approx(expected, rel=1e-8, abs=1e-8)
 
 
 def visible(call, b, i):
     """The keys of the pairs of :func:`pairs_by_loops`."""
     length = call.query.shape[-2]
     return [j for j in range(length) if (call.weight is None or call.weight[b, j]) and (j <= i or not call.causal)]
-
-
-def of_both(teacher, call, layer, rows):
-    """The teacher's scores at its own call, and the student's at its own."""
-    exact, approximate = (pairs_by_loops(x, layer, rows) for x in (teacher, call))
-    return {at: [(p[0], q[1]) for p, q in zip(exact[at], approximate[at], strict=True)] for at in exact}
 
 
 @quick
@@ -196,26 +193,6 @@ def test_the_output_loss_is_the_relative_squared_error_of_each_heads_output_and_
         assert output_loss(teacher, call, layer, rows).item() == pytest.approx(expected, rel=1e-7, abs=1e-12)
 
 
-@quick
-@given(**options)
-def test_a_student_on_its_own_inputs_is_compared_with_the_teacher_on_the_teachers(
-    seed, features, length, causal, padding, **sizes
-):
-    layer = make_layer(features, seed, **sizes)
-    weight = padding_weight(padding, seed, 2, length)
-    teacher, call = (make_call(n, len(features), length, causal=causal, weight=weight) for n in (seed + 1, seed))
-    rows, heads = all_rows(call), call.query.shape[1]
-    error, square, divergences = [0.0] * heads, [0.0] * heads, []
-    for (_, h, _), scores in of_both(teacher, call, layer, rows).items():
-        error[h] += sum((math.exp(exact) - math.exp(approximate)) ** 2 for exact, approximate in scores)
-        square[h] += sum(math.exp(exact) ** 2 for exact, _ in scores)
-        divergences.append(kl_by_loops(scores))
-    expected = sum(divergences) / len(divergences)
-    assert softmax_loss(teacher, call, layer, rows).item() == pytest.approx(expected, rel=1e-9, abs=1e-12)
-    expected = sum(math.log(e / s) for e, s in zip(error, square, strict=True)) / heads
-    assert l2_loss(teacher, call, layer, rows).item() == pytest.approx(expected, rel=1e-8, abs=1e-8)
-
-
 @pytest.mark.parametrize("padding", ["none", "left", "right", "any"])
 @pytest.mark.parametrize("causal", [True, False])
 def test_the_softmax_loss_of_a_draw_of_rows_is_an_unbiased_estimate(padding, causal):
@@ -226,45 +203,20 @@ def test_the_softmax_loss_of_a_draw_of_rows_is_an_unbiased_estimate(padding, cau
 
 
 @every_loss
-@pytest.mark.parametrize(("window", "sinks"), [(9, 0), (0, 9), (20, 3)])
+@pytest.mark.parametrize(("window", "sinks", "rows"), [(9, 0, None), (0, 9, None), (20, 3, None), (0, 0, [6, 8])])
 @pytest.mark.parametrize("causal", [True, False])
-def test_a_student_that_is_its_teacher_has_no_loss_and_no_gradient(name, window, sinks, causal):
+def test_a_student_that_is_its_teacher_and_rows_of_padding_have_no_loss_and_no_gradient(
+    name, window, sinks, rows, causal
+):
     layer = make_layer([3, 2], window=window, sinks=sinks).float()
-    call = make_call(5, 2, 9, causal=causal, weight=padding_weight("left", 0, 2, 9), dtype=torch.float32)
-    loss = LOSSES[name](call, call, layer, all_rows(call))
+    weight = torch.tensor([[1] * 6 + [0] * 3] * 2) if rows else padding_weight("left", 0, 2, 9)
+    call = make_call(5, 2, 9, causal=causal, weight=weight, dtype=torch.float32)
+    loss = LOSSES[name](call, call, layer, torch.tensor(rows) if rows else all_rows(call))
     assert torch.isfinite(loss)
     if name == "softmax":
         assert loss.item() == 0
     loss.backward()
     assert all((parameter.grad == 0).all() for parameter in layer.parameters())
-
-
-@every_loss
-def test_rows_that_are_all_padding_have_a_finite_loss_and_no_gradient(name):
-    layer = make_layer([3, 2])
-    weight = torch.tensor([[1, 1, 1, 0, 0, 0]] * 2)
-    call = make_call(6, 2, 6, weight=weight)
-    loss = LOSSES[name](call, call, layer, torch.tensor([3, 5]))
-    assert torch.isfinite(loss)
-    loss.backward()
-    assert all((parameter.grad == 0).all() for parameter in layer.parameters())
-
-
-@every_loss
-@pytest.mark.parametrize("padding", ["none", "left", "right", "any"])
-def test_what_padding_holds_plays_no_part(name, padding):
-    layer = make_layer([3, 2], sinks=1)
-    weight = padding_weight(padding, 2, 2, 8)
-    call = make_call(7, 2, 8, weight=weight)
-    other = make_call(8, 2, 8, weight=weight)
-    real = torch.ones(2, 8) if weight is None else weight
-    mixed = [
-        torch.where(real.bool()[:, None, :, None], a, 5 * b)
-        for a, b in ((call.query, other.query), (call.key, other.key), (call.value, other.value))
-    ]
-    changed = AttentionCall("a", *mixed, weight, SCALING, True)
-    loss = LOSSES[name]
-    torch.testing.assert_close(loss(changed, changed, layer, all_rows(call)), loss(call, call, layer, all_rows(call)))
 
 
 @every_loss

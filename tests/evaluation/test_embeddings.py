@@ -8,13 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import dofla
-from dofla.data import TokenWindows, as_windows
+from dofla.data import as_windows
 from dofla.evaluation.embeddings import embedding_figures, spearman
 
 numbers = st.lists(st.integers(-1000, 1000), min_size=2, max_size=30, unique=True)
 
 
-@settings(max_examples=50, deadline=None, derandomize=True)
+@settings(max_examples=25, deadline=None, derandomize=True)
 @given(x=numbers, seed=st.integers(0, 1000))
 def test_spearman_is_the_textbook_formula(x, seed):
     order = torch.randperm(len(x), generator=torch.Generator().manual_seed(seed)).tolist()
@@ -24,12 +24,6 @@ def test_spearman_is_the_textbook_formula(x, seed):
     expected = 1 - 6 * squares / (len(x) * (len(x) ** 2 - 1))
     got = spearman(*(torch.tensor(values, dtype=torch.float64) for values in (x, y)))
     assert got == pytest.approx(expected, abs=1e-9)
-
-
-def test_spearman_knows_order_only():
-    x = torch.tensor([0.1, -2.0, 7.0, 3.0])
-    assert spearman(x, x.exp()) == pytest.approx(1)
-    assert spearman(x, -x) == pytest.approx(-1)
 
 
 def pooled(model, batch):
@@ -55,11 +49,3 @@ def test_figures_compare_mean_pooled_embeddings(tiny, kind, batch_size):
     pairs = [(i, j) for i in range(7) for j in range(i + 1, 7)]
     similarities = [torch.tensor([(e[i] @ e[j]).item() for i, j in pairs]) for e in (teacher, student)]
     assert figures["spearman"] == pytest.approx(spearman(*similarities), abs=0.01)
-
-
-def test_an_encoder_whose_window_covers_everything_gives_the_same_embeddings(tiny):
-    model = tiny.bert()
-    dofla.linear.linearize(model, tiny.plan(model, window=14))
-    figures = embedding_figures(model, TokenWindows.of(tiny.padded(7, 14)))
-    assert figures["cosine"] == pytest.approx(1, abs=1e-5)
-    assert figures["spearman"] == pytest.approx(1, abs=1e-3)

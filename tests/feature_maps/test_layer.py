@@ -60,7 +60,7 @@ def layers(draw):
     return make_layer(features, seed, window=window, sinks=sinks, token_dtype=token_dtype)
 
 
-@settings(max_examples=70, deadline=None, derandomize=True)
+@settings(max_examples=40, deadline=None, derandomize=True)
 @given(
     seed=st.integers(0, 2**31),
     layer=layers(),
@@ -82,10 +82,9 @@ def test_a_layer_is_the_oracle_head_by_head(seed, layer, share, length, causal, 
 
 @pytest.mark.parametrize("feature_map", MAPS)
 @pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("exact", [{"window": 2, "sinks": 1}, {"window": [2, 4, 1], "sinks": [1, 0, 1]}], ids=str)
 @pytest.mark.parametrize("token_dtype", ["model", "int8"])
-def test_every_map_in_a_layer_of_unequal_heads_is_the_oracle(feature_map, causal, exact, token_dtype):
-    layer = make_layer([3, 1, 3], 5, feature_map, **exact, token_dtype=token_dtype)
+def test_every_map_in_a_layer_of_unequal_heads_is_the_oracle(feature_map, causal, token_dtype):
+    layer = make_layer([3, 1, 3], 5, feature_map, window=[2, 4, 1], sinks=[1, 0, 1], token_dtype=token_dtype)
     vectors = make_vectors(6, 3, 2, 9)
     weight = (torch.arange(9) >= torch.tensor([[3], [0]])).double()
     options = {"scaling": SCALING, "weight": weight, "causal": causal}
@@ -93,7 +92,7 @@ def test_every_map_in_a_layer_of_unequal_heads_is_the_oracle(feature_map, causal
     torch.testing.assert_close(layer(*vectors, **options)[0], expected, rtol=1e-9, atol=1e-9)
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=20, deadline=None, derandomize=True)
 @given(seed=st.integers(0, 2**31), layer=layers(), cuts=st.lists(st.integers(1, 19), max_size=19))
 def test_any_split_into_calls_is_one_call_and_keeps_the_same_state(seed, layer, cuts):
     vectors = make_vectors(seed, layer.kv_heads, 2, 20)
@@ -143,6 +142,9 @@ def test_heads_of_one_size_are_one_group():
     found = [(group.features, group.window, group.sinks) for group in layer.groups]
     assert found == [(7, 4, 1), (3, 4, 1), (7, 2, 1), (3, 4, 0)]
     assert [(own.heads, own.features) for own in layer.maps] == [(2, 7), (1, 3), (1, 7), (1, 3)]
+    first, last = layer.maps[0].z  # drawn independently, as are those of another group
+    assert not torch.equal(first, last)
+    assert not torch.equal(first[:3], layer.maps[1].z[0])
 
 
 @pytest.mark.parametrize("token_dtype", ["model", "int8"])
@@ -151,17 +153,3 @@ def test_bytes_are_those_of_the_plan(token_dtype, itemsize):
     sizes = [7, 3], [4, 0], [1, 2]
     plan = FeatureLayer("a", 2, HEAD_DIM, VALUE_DIM, *sizes, token_dtype=token_dtype)
     assert layer_of(plan).bytes(itemsize) == plan.state_bytes(itemsize)
-
-
-@pytest.mark.parametrize("feature_map", MAPS)
-def test_parameters_and_buffers_are_drawn_from_the_generator_alone(feature_map):
-    one, other = (make_layer([4, 2, 4], 5, feature_map) for _ in range(2))
-    torch.testing.assert_close(one.state_dict(), other.state_dict(), rtol=0, atol=0)
-    assert all(torch.isfinite(tensor).all() for tensor in one.state_dict().values())
-
-
-def test_groups_of_heads_and_heads_of_a_group_are_drawn_independently():
-    layer = make_layer([4, 2, 4], 5)
-    first, last = layer.maps[0].z
-    assert not torch.equal(first, last)
-    assert not torch.equal(first[:2], layer.maps[1].z[0])

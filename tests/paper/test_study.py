@@ -46,12 +46,8 @@ def test_small_overrides_what_it_names_and_leaves_the_rest():
     assert small.distill.steps < full.distill.steps
     assert small.distill.batch_size == full.distill.batch_size
     assert small.lam == full.lam
-
-
-def test_a_folder_without_a_study_of_its_own_gets_the_general_one(tmp_path):
-    study = Study.of(str(tmp_path), changes=["budget=5", "tasks.items=3"])
-    assert study.model == str(tmp_path)
-    assert (study.budget, study.tasks.items) == (5, 3)
+    general = Study.of("a/folder", changes=["budget=5", "tasks.items=3"])  # has no study of its own
+    assert (general.model, general.budget, general.tasks.items) == ("a/folder", 5, 3)
 
 
 @pytest.mark.parametrize(
@@ -64,19 +60,13 @@ def test_a_folder_without_a_study_of_its_own_gets_the_general_one(tmp_path):
     ],
 )
 def test_a_bad_option_is_named(options, words):
-    with pytest.raises(DoflaError) as error:
+    with pytest.raises(DoflaError, match=".*".join(words)):
         Study.of("demo", **options)
-    for word in words:
-        assert word in str(error.value)
 
 
-def test_the_papers_rows_are_all_there():
-    assert [spec.name for spec in paper_methods()] == [
-        f"{label}, {loss}" for label in STRATEGIES for loss in ("direct", "softmax", "l2")
-    ]
-
-
-def test_numbers_over_heads_differ_in_one_option():
+def test_the_papers_rows_are_all_there_and_numbers_over_heads_differ_in_one_option():
+    rows = [f"{label}, {loss}" for label in STRATEGIES for loss in ("direct", "softmax", "l2")]
+    assert [spec.name for spec in paper_methods()] == rows
     for label, strategy in (("DoF", "dof"), ("DoF + Clip", "dof_clip")):
         of_label = [spec for spec in over_heads() if spec.strategy == strategy]
         options = [(spec.over_heads, spec.per_head) for spec in of_label]

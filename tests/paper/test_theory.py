@@ -17,7 +17,7 @@ from dofla.profiles.spectrum import gram_spectrum
 
 seeds = st.integers(0, 2**31 - 1)
 lams = st.floats(-4.0, 1.0).map(lambda exponent: 10.0**exponent)
-quick = settings(max_examples=40, deadline=None, derandomize=True)
+quick = settings(max_examples=25, deadline=None, derandomize=True)
 
 
 class Finite:
@@ -112,21 +112,6 @@ def test_optimal_density_is_normalized_and_no_density_has_a_smaller_supremum(see
 
 
 @quick
-@given(seeds, lams)
-def test_a_larger_lambda_lowers_degrees_of_freedom_and_every_score(seed, lam):
-    kernel = Finite(seed)
-    assert 0 < theory.degrees_of_freedom(kernel.gram, 2 * lam) < theory.degrees_of_freedom(kernel.gram, lam) <= 5
-    low = theory.log_leverage(kernel.log_features, kernel.gram, lam)
-    high = theory.log_leverage(kernel.log_features, kernel.gram, 2 * lam)
-    assert (high < low).all()
-    assert (high > low - math.log(2) - 1e-12).all()
-
-
-def test_degrees_of_freedom_approach_the_rank_of_the_kernel():
-    assert theory.degrees_of_freedom(Finite(0, points=6, atoms=3).gram, 1e-9) == pytest.approx(3, abs=1e-4)
-
-
-@quick
 @given(seeds, lams, st.floats(-600.0, 600.0))
 def test_the_unit_of_the_kernel_does_not_matter(seed, lam, log_unit):
     kernel = Finite(seed)
@@ -190,7 +175,7 @@ def errors(kernel: Finite, estimate: torch.Tensor, values: torch.Tensor) -> tupl
 
 @pytest.mark.parametrize("t", [0.3, 1.0, 3.0])
 @pytest.mark.parametrize("optimal", [True, False])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_theorem_3_with_every_outcome_enumerated(seed, optimal, t):
     kernel, lam, delta = Finite(seed, points=4, atoms=3), 0.05, 0.5
     arguments = kernel.log_features, kernel.gram, lam
@@ -207,38 +192,13 @@ def test_theorem_3_with_every_outcome_enumerated(seed, optimal, t):
 
     failed = kernel.deviation(estimate, lam) > math.sqrt(t)
     assert chances[failed].sum().item() <= delta
-    for error, bound in (
-        (kernel_error, theory.kernel_error_bound(kernel.gram, lam, t, leverage)),
-        (integral_error, theory.integral_error_bound(kernel.gram, lam, t, values)),
-    ):
-        assert chances[error > bound].sum().item() <= delta
-        assert (error[~failed] <= bound).all()
+    assert (kernel_error[~failed] <= theory.kernel_error_bound(kernel.gram, lam, t, leverage)).all()
+    assert (integral_error[~failed] <= theory.integral_error_bound(kernel.gram, lam, t, values)).all()
     # The claim can fail: with two draws it does, for a tolerance this small.
     if t == 0.3:
         few = compositions(2)
         failed = kernel.deviation(kernel.estimate(few, density), lam) > math.sqrt(t)
         assert probability(few, kernel.base * density.exp())[failed].sum().item() > 0.5
-
-
-@pytest.mark.parametrize("optimal", [True, False])
-def test_theorem_3_by_drawing(optimal):
-    kernel, lam, t, delta, trials = Finite(11, points=6, atoms=12), 0.02, 1.0, 0.1, 400
-    arguments = kernel.log_features, kernel.gram, lam
-    density = theory.optimal_log_density(*arguments) if optimal else kernel.random_log_density()
-    leverage = theory.max_leverage(*arguments, density)
-    count = theory.required_features(leverage, t, delta)
-    drawn = torch.multinomial(
-        (kernel.base * density.exp()).expand(trials, -1), count, replacement=True, generator=kernel.generator
-    )
-    counts = torch.nn.functional.one_hot(drawn, 12).sum(1)
-    estimate = kernel.estimate(counts, density)
-    values = torch.randn(6, 3, generator=kernel.generator, dtype=torch.float64)
-    kernel_error, integral_error = errors(kernel, estimate, values)
-    assert (kernel.deviation(estimate, lam) > math.sqrt(t)).double().mean() <= 2 * delta
-    kernel_bound = theory.kernel_error_bound(kernel.gram, lam, t, leverage)
-    integral_bound = theory.integral_error_bound(kernel.gram, lam, t, values)
-    assert (kernel_error > kernel_bound).double().mean() <= 2 * delta
-    assert (integral_error > integral_bound).double().mean() <= 2 * delta
 
 
 @quick
@@ -258,18 +218,6 @@ def test_the_bounds_follow_from_the_deviation_whatever_was_drawn(seed, lam, draw
     assert integral_error.item() <= theory.integral_error_bound(kernel.gram, lam, t, values) * (1 + 1e-9)
     single = theory.integral_error_bound(kernel.gram, lam, t, values[:, 0])
     assert single < theory.integral_error_bound(kernel.gram, lam, t, values)
-
-
-@quick
-@given(seeds, lams, st.floats(0.01, 3.0))
-def test_the_kernel_bound_has_the_closed_form_for_the_optimal_density(seed, lam, t):
-    kernel = Finite(seed)
-    dof = theory.degrees_of_freedom(kernel.gram, lam)
-    trace, top = torch.trace(kernel.sigma).item(), torch.linalg.matrix_norm(kernel.sigma, ord=2).item()
-    bound = theory.kernel_error_bound(kernel.gram, lam, t, dof)
-    assert bound <= trace * (t * top + 2 * lam * (t + math.sqrt(t))) * (1 + 1e-9)
-    assert theory.kernel_error_bound(kernel.gram, lam, t / 2, dof) < bound
-    assert theory.kernel_error_bound(kernel.gram, lam, t, 2 * dof) >= bound
 
 
 def test_the_bounds_by_hand():
@@ -326,63 +274,3 @@ def test_vectors_too_long_for_exp_are_fine_relative_to_the_trace():
     gram, log_features = theory.prf_gram(x, 1.0, log_scale), theory.prf_log_features(x, z, 1.0, log_scale)
     assert 0.9 < theory.degrees_of_freedom(gram, 2**-8) < 16
     assert theory.log_leverage(log_features, gram, 2**-8).isfinite().all()
-
-
-def test_the_base_distribution_has_no_finite_supremum():
-    x = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
-    gram = theory.prf_gram(x, 0.7)
-    found = [
-        theory.max_leverage(theory.prf_log_features(x, torch.tensor([[radius, 0.0]]), 0.7), gram, 0.1, torch.zeros(1))
-        for radius in (1.0, 10.0, 100.0)
-    ]
-    assert found[0] < found[1] / 100 < found[2] / 1e4
-
-
-# --- bad input -------------------------------------------------------------------------------------------------------
-
-GRAM = torch.eye(3)
-LOGS = torch.zeros(3, 2)
-NAN = math.nan
-
-
-@pytest.mark.parametrize(
-    ("call", "said"),
-    [
-        (lambda: theory.degrees_of_freedom(GRAM, 0.0), "lam=0.0"),
-        (lambda: theory.degrees_of_freedom(GRAM, NAN), "lam=nan"),
-        (lambda: theory.log_leverage(LOGS, GRAM, -1.0), "lam=-1.0"),
-        (lambda: theory.kernel_error_bound(GRAM, math.inf, 1.0, 3.0), "lam=inf"),
-        (lambda: theory.integral_error_bound(GRAM, -1.0, 1.0, torch.ones(3)), "lam=-1.0"),
-        (lambda: theory.degrees_of_freedom(torch.ones(2, 3), 1.0), r"gram has shape \[2, 3\]"),
-        (lambda: theory.degrees_of_freedom(torch.ones(0, 0), 1.0), r"gram has shape \[0, 0\]"),
-        (lambda: theory.degrees_of_freedom(GRAM * NAN, 1.0), "gram holds nan"),
-        (lambda: theory.degrees_of_freedom(torch.tensor([[1.0, 2.0], [0.0, 1.0]]), 1.0), "transpose by 2"),
-        (lambda: theory.degrees_of_freedom(-GRAM, 1.0), "eigenvalue -1"),
-        (lambda: theory.log_leverage(torch.zeros(2, 2), GRAM, 1.0), r"shape \[2, 2\], expected \[3, Z\]"),
-        (lambda: theory.log_leverage(torch.zeros(3, 0), GRAM, 1.0), r"shape \[3, 0\]"),
-        (lambda: theory.log_leverage(LOGS * NAN, GRAM, 1.0), "log_features holds nan"),
-        (lambda: theory.max_leverage(LOGS, GRAM, 1.0, torch.zeros(3)), r"log_density has shape \[3\], expected \[2\]"),
-        (lambda: theory.max_leverage(LOGS, GRAM, 1.0, torch.tensor([0.0, NAN])), "log_density holds nan"),
-        (lambda: theory.optimal_log_density(LOGS, GRAM * 0, 1.0), "gram is zero"),
-        (lambda: theory.required_features(0.0, 1.0, 0.1), "max_leverage=0.0"),
-        (lambda: theory.required_features(math.inf, 1.0, 0.1), "max_leverage=inf"),
-        (lambda: theory.required_features(1.0, 0.0, 0.1), "t=0.0 is outside"),
-        (lambda: theory.required_features(1.0, 3.01, 0.1), "t=3.01 is outside"),
-        (lambda: theory.required_features(1.0, 1.0, 0.0), "delta=0.0 is outside"),
-        (lambda: theory.required_features(1.0, 1.0, 1.0), "delta=1.0 is outside"),
-        (lambda: theory.kernel_error_bound(GRAM, 1.0, 4.0, 3.0), "t=4.0 is outside"),
-        (lambda: theory.kernel_error_bound(GRAM, 1.0, 1.0, 0.5), "max_leverage=0.5 is below"),
-        (lambda: theory.integral_error_bound(GRAM, 1.0, -1.0, torch.ones(3)), "t=-1.0 is outside"),
-        (lambda: theory.integral_error_bound(GRAM, 1.0, 1.0, torch.ones(4)), r"values has shape \[4\]"),
-        (lambda: theory.prf_log_features(torch.ones(0, 2), torch.ones(1, 2), 1.0), r"x has shape \[0, 2\]"),
-        (lambda: theory.prf_log_features(torch.ones(2, 2), torch.ones(2), 1.0), r"z has shape \[2\]"),
-        (lambda: theory.prf_log_features(torch.ones(2, 2), torch.ones(1, 3), 1.0), "z has width 3 but x has width 2"),
-        (lambda: theory.prf_log_features(torch.ones(2, 2), torch.ones(1, 2), 0.0), "scaling=0.0"),
-        (lambda: theory.prf_gram(torch.ones(2, 2) * NAN, 1.0), "x holds nan"),
-        (lambda: theory.prf_log_trace(torch.ones(2, 0), 1.0), r"x has shape \[2, 0\]"),
-    ],
-)
-def test_bad_input_is_named_in_one_line(call, said):
-    with pytest.raises(DoflaError, match=said) as caught:
-        call()
-    assert "\n" not in str(caught.value)

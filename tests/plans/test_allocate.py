@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 
 import pytest
@@ -23,7 +22,7 @@ from dofla.plans.layers import SoftmaxLayer
 from dofla.profiles.profile import HeadStatistics, LayerProfile, Profile, SkippedLayer
 from dofla.profiles.spectrum import Spectrum
 
-quick = settings(max_examples=150, deadline=None, derandomize=True)
+quick = settings(max_examples=40, deadline=None, derandomize=True)
 
 # Table 1 of arXiv 2507.03340: dimensions selected for GPT-2 at an average of 64.
 PAPER_GPT2 = [130, 182, 35, 44, 42, 65, 92, 33, 28, 34, 46, 39]
@@ -75,8 +74,8 @@ dims = st.sampled_from([1, 4, 16, 64, 128])
 
 
 @st.composite
-def profiles(draw, uniform=False):
-    count = draw(st.integers(1, 8))
+def profiles(draw, uniform=False, most=8):
+    count = draw(st.integers(1, most))
     kv_heads, shape = draw(st.integers(1, 3)), (draw(dims), draw(dims))
     shapes = [
         (kv_heads, *shape) if uniform else (draw(st.integers(1, 3)), draw(dims), draw(dims)) for _ in range(count)
@@ -112,35 +111,14 @@ def test_no_plan_costs_more_than_its_budget_or_leaves_a_head_empty(
 
 @quick
 @given(profile=profiles(), budget=st.integers(1, 200), window=st.integers(0, 3))
-def test_fixed_is_the_same_number_everywhere_and_all_the_budget_buys(profile, budget, window):
+def test_fixed_and_dof_buy_all_that_the_budget_buys(profile, budget, window):
     left = allowed(profile, budget) - sum(window * x.kv_heads * (x.head_dim + x.value_dim) for x in profile.layers)
     affordable = left // allowed(profile, 1)
     if affordable < 1:
         return
-    plan = allocate(profile, budget, "fixed", window=window)
-    assert set(features(plan)) == {affordable}
-
-
-@quick
-@given(profile=profiles(), budget=st.integers(1, 200), window=st.integers(0, 3))
-def test_dof_spends_its_budget_to_within_one_feature_per_layer(profile, budget, window):
-    tokens = sum(window * x.kv_heads * (x.head_dim + x.value_dim) for x in profile.layers)
-    if allowed(profile, budget) - tokens < allowed(profile, 1):
-        return
-    plan = allocate(profile, budget, "dof", window=window)
-    assert allowed(profile, budget - 1) <= numbers(plan) <= allowed(profile, budget)
-
-
-@quick
-@given(profile=profiles(uniform=True), budget=st.integers(1, 200))
-def test_dof_is_proportional_within_rounding(profile, budget):
-    plan = allocate(profile, budget, "dof")
-    dof = [max(row) for row in profile.known]
-    shares = [budget * len(dof) * n / sum(dof) for n in dof]
-    if min(shares) >= 1:
-        assert all(abs(count - share) < 1 + 1e-9 for count, share in zip(features(plan), shares, strict=True))
-    ranked = [count for _, count in sorted(zip(dof, features(plan), strict=True))]
-    assert all(later >= earlier - 1 for earlier, later in itertools.pairwise(ranked))
+    assert set(features(allocate(profile, budget, "fixed", window=window))) == {affordable}
+    spent = numbers(allocate(profile, budget, "dof", window=window))
+    assert allowed(profile, budget - 1) <= spent <= allowed(profile, budget)
 
 
 @quick
@@ -183,10 +161,6 @@ def test_the_dimensions_the_paper_reports_come_out_within_the_budget_it_names():
     assert features(clipped) == [min(64, count) for count in PAPER_GPT2]
 
 
-def test_a_layer_with_hardly_any_degrees_of_freedom_keeps_one_feature():
-    assert features(allocate(known([1e-9, 1.0, 3.0]), 4, "dof")) == [1, 3, 8]
-
-
 @pytest.mark.parametrize(
     ("over_heads", "expected"), [("max", [12, 4]), ("mean", [8, 8]), ("q100", [12, 4]), ("q75", [10, 6])]
 )
@@ -219,25 +193,14 @@ def test_layers_kept_softmax_take_no_part():
     assert kept == {"layers.0": True, "layers.1": False, "layers.2": False, "odd": True}
     assert [plan[f"layers.{n}"].features for n in (1, 2)] == [8, 24]
     assert (plan["odd"].kv_heads, plan["odd"].head_dim, plan["odd"].value_dim) == (2, 16, 8)
-
-
-def test_all_layers_may_be_kept_softmax():
-    plan = allocate(known([5.0, 1.0]), strategy="dof", keep_softmax=["layers.0", "layers.1"])
-    assert all(isinstance(x, SoftmaxLayer) for x in plan.layers)
-    assert plan.state_bytes() == 0
+    assert allocate(profile, 16, "dof", keep_softmax=[x.name for x in profile.layers]).state_bytes() == 0
 
 
 def test_the_plan_records_how_it_was_made():
     plan = allocate(known([1.0, 2.0]), 32, "dof_clip", lam=0.5, over_heads="mean", normalization="top")
     assert plan.model == "teacher"
-    assert plan.made_by == {
-        "strategy": "dof_clip",
-        "budget": 32,
-        "lambda": 0.5,
-        "over_heads": "mean",
-        "per_head": False,
-        "normalization": "top",
-    }
+    options = {"over_heads": "mean", "per_head": False, "normalization": "top"}
+    assert plan.made_by == {"strategy": "dof_clip", "budget": 32, "lambda": 0.5, **options}
     assert allocate(known([1.0]), 4, "dof").made_by["normalization"] == "trace"
 
 
@@ -300,16 +263,14 @@ def curves_for(profile, budget, effects=None, itemsize=4, levels=(0.25, 1.0, 4.0
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("budget", [1, 8, 64])
 @pytest.mark.parametrize("family", ["llama", "bert"])
-def test_hybrid_is_the_even_plan_of_a_model_of_that_dtype(tiny, dtype, budget, family):
+def test_hybrid_is_the_even_plan_of_a_model_of_that_dtype(tiny, dtype, family):
     model = getattr(tiny, family)().to(dtype)
     profile = dofla.linear.profile(model, tiny.tokens(2, 16), samples=8)
-    plan = allocate(profile, budget)
-    assert [dataclasses.asdict(x) for x in plan.layers] == [
-        dataclasses.asdict(x) for x in even_plan(model, budget).layers
-    ]
-    assert plan.made_by == {"strategy": "hybrid", "budget": budget}
+    for budget in (1, 8, 64):
+        plan = allocate(profile, budget)
+        assert plan.layers == even_plan(model, budget).layers
+        assert plan.made_by == {"strategy": "hybrid", "budget": budget}
 
 
 @quick
@@ -369,17 +330,9 @@ def test_a_profile_in_bfloat16_buys_twice_the_tokens_in_its_dtype_and_as_many_in
 
 
 @pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("strategy", ["hybrid", "measured", "fixed", "dof", "dof_clip"])
+@pytest.mark.parametrize("strategy", ["hybrid", "fixed", "dof", "dof_clip"])
 def test_exact_tokens_are_kept_in_eight_bits_unless_the_layer_keeps_nothing_or_is_the_papers(strategy, causal):
     profile = known([1.0, 2.0], causal=causal)
-    if strategy == "measured":
-        # What the curves were measured with.
-        for token_dtype in ("int8", "model"):
-            curves = curves_for(profile, 16, token_dtype=token_dtype)
-            for asked in (None, token_dtype):
-                plan = allocate(profile, 16, strategy, curves=curves, token_dtype=asked)
-                assert {x.token_dtype for x in plan.layers} == {token_dtype}
-        return
     expected = "int8" if strategy == "hybrid" and causal else "model"
     assert {x.token_dtype for x in allocate(profile, 16, strategy).layers} == {expected}
     for token_dtype in ("int8", "model"):
@@ -389,15 +342,16 @@ def test_exact_tokens_are_kept_in_eight_bits_unless_the_layer_keeps_nothing_or_i
 
 
 @pytest.mark.parametrize(("measured", "asked"), [("int8", "model"), ("model", "int8"), (None, "int8")])
-def test_curves_of_tokens_kept_otherwise_are_refused(measured, asked):
+def test_tokens_are_kept_as_the_curves_were_measured_or_refused(measured, asked):
     profile = known([1.0, 2.0])
     curves = curves_for(profile, 16, token_dtype=measured or "model")
     if measured is None:
         del curves.made_by["token_dtype"]
-    found = measured or "model"
-    with pytest.raises(
-        DoflaError, match=f"token_dtype is '{asked}', the error curves were measured with '{found}': measure them"
-    ):
+    for same in (None, measured):
+        plan = allocate(profile, 16, "measured", curves=curves, token_dtype=same)
+        assert {x.token_dtype for x in plan.layers} == {measured or "model"}
+    words = f"token_dtype is '{asked}', the error curves were measured with '{measured or 'model'}': measure them"
+    with pytest.raises(DoflaError, match=words):
         allocate(profile, 16, "measured", curves=curves, token_dtype=asked)
 
 
@@ -423,9 +377,9 @@ def test_hybrid_layers_default_to_mlp_and_the_papers_to_prf():
 
 @quick
 @given(
-    profile=profiles(),
+    profile=profiles(most=4),
     budget=st.integers(4, 100),
-    effects=st.lists(st.floats(0.01, 100), min_size=8, max_size=8),
+    effects=st.lists(st.floats(0.01, 100), min_size=4, max_size=4),
     dtype=st.sampled_from(["float32", "bfloat16"]),
     token_dtype=st.sampled_from(["int8", "model"]),
     context=st.sampled_from([None, 1, 30, 500]),
@@ -501,9 +455,7 @@ def test_measured_looks_at_the_layers_that_are_to_be_linear():
         ({"window": 4}, "strategy measured chooses window and sinks itself"),
         ({"sinks": 0}, "strategy measured chooses window and sinks itself"),
         ({"budget": 1}, "the smallest layers that were measured take .* measure the curves at this budget"),
-        ({"budget": 0}, "measure the curves at this budget"),
         ({"context": 0}, "context is 0: give an integer number of tokens, 1 or more"),
-        ({"context": 2.5}, "context is 2.5"),
         (
             {"curves": Curves([LayerCurve("layers.0", [1.0], [Point(0.73, 1000, [0.1])])])},
             "the error curves say nothing of layer layers.1: they are of another model; measure them",
@@ -517,45 +469,30 @@ def test_measured_looks_at_the_layers_that_are_to_be_linear():
 def test_what_measured_cannot_do_is_one_line_with_the_way_out(options, message):
     profile = known([1.0, 2.0])
     options = {"budget": 64, "curves": curves_for(profile, 64)} | options
-    with pytest.raises(DoflaError, match=message) as error:
-        allocate(profile, options.pop("budget"), "measured", **options)
-    assert "\n" not in str(error.value)
+    with pytest.raises(DoflaError, match=message):
+        allocate(profile, strategy="measured", **options)
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"lam": 0.0}, "lambda is 0.0"),
-        ({"lam": -1.0}, "lambda is -1.0"),
         ({"lam": math.nan}, "lambda is nan"),
-        ({"lam": math.inf}, "lambda is inf"),
         ({"token_dtype": "int4"}, "unknown token_dtype 'int4': choose one of int8, model"),
-        ({"token_dtype": ""}, "unknown token_dtype ''"),
         ({"strategy": "best"}, "unknown strategy 'best': choose one of dof, dof_clip, fixed, hybrid, measured"),
         ({"feature_map": "magic"}, "unknown feature map 'magic': choose one of .*prf"),
         ({"over_heads": "median"}, "unknown over_heads 'median': choose max, mean, or a quantile"),
         ({"normalization": "unit"}, "unknown normalization 'unit': choose one of trace, top, mean, none"),
+        ({"per_head": True}, "per_head given with strategy hybrid, which has one size for all"),
         ({"keep_softmax": ["layers.9"]}, r"keep_softmax names 'layers.9'.*layers\.0"),
         ({"budget": 0}, "budget 0 is too small"),
-        ({"budget": -4}, "budget is -4"),
         ({"budget": 12.5}, "budget is 12.5"),
-        ({"budget": "64"}, "budget is '64'"),
         ({"window": -1}, "window is -1"),
         ({"sinks": 0.5}, "sinks is 0.5"),
-        (
-            {"budget": 4, "window": 2, "token_dtype": "model"},
-            "budget 4 is too small .* after a window of 2 and 0 sinks",
-        ),
+        ({"budget": 4, "window": 2, "token_dtype": "model"}, "is too small .* after a window of 2 and 0 sinks"),
         ({"budget": 4, "window": 5, "sinks": 2}, "budget 4 is too small .* after a window of 5 and 2 sinks"),
     ],
 )
 def test_a_bad_option_is_one_line_with_the_way_out(options, message):
-    with pytest.raises(DoflaError, match=message) as error:
+    with pytest.raises(DoflaError, match=message):
         allocate(known([1.0, 2.0]), **options)
-    assert "\n" not in str(error.value)
-
-
-def test_hybrid_layers_have_one_size_for_all_heads():
-    with pytest.raises(DoflaError, match="per_head given with strategy hybrid, which has one size for all"):
-        allocate(known([[1.0, 2.0]]), 16, per_head=True)
-    assert features(allocate(known([[1.0, 2.0]]), 16, per_head=False)) == features(allocate(known([[1.0, 2.0]]), 16))

@@ -16,8 +16,7 @@ from dofla.plans.knapsack import lower_hull
 
 COST = HeadCost.of(8, 8, 4)
 SHAPE = Shape(2, COST)
-quick = settings(max_examples=60, deadline=None, derandomize=True)
-few = settings(max_examples=25, deadline=None, derandomize=True)
+quick = settings(max_examples=25, deadline=None, derandomize=True)
 
 
 def curve(name, effects=(1.0, 1.0), level=1.0, power=1.0):
@@ -73,20 +72,6 @@ def test_a_choice_stays_within_the_budget_and_beats_the_even_one(effects, powers
     assert total_loss(chosen) <= even_loss * 1.1 + 1e-9
 
 
-def test_what_harms_more_gets_more():
-    curves = [curve("weak", (1, 1)), curve("strong", (50, 50))]
-    chosen = choose(curves, {"weak": SHAPE, "strong": SHAPE}, 5000)
-    assert chosen["strong"].bytes > 1.5 * chosen["weak"].bytes
-
-
-def test_a_layer_stays_softmax_where_its_cache_is_worth_its_bytes():
-    curves, shapes = [curve("weak", (1, 1)), curve("strong", (1e4, 1e4))], {"weak": SHAPE, "strong": SHAPE}
-    chosen = choose(curves, shapes, 8000, context=40)
-    assert chosen["strong"] == Choice(40 * COST.cached * 2, 0.0, None)
-    assert chosen["weak"].sizes is not None
-    assert choose(curves, shapes, 8000, context=4000)["strong"].sizes is not None
-
-
 def test_a_cache_is_paid_for_in_the_models_dtype_whatever_tokens_are_kept_in():
     shape = Shape(2, HeadCost.of(8, 8, 4, "int8"))
     assert (shape.cost.token, shape.cost.cached) == (18, 64)
@@ -109,7 +94,7 @@ def ragged(draw):
     return curve("a", effects, levels, powers), Shape(kv_heads, HeadCost.of(8, 8, 4, kept_as))
 
 
-@few
+@quick
 @given(layer=ragged())
 def test_a_layer_has_at_most_two_sizes_of_heads_and_says_what_they_cost_and_lose(layer):
     one, shape = layer
@@ -129,7 +114,7 @@ def least(choices, price):
     return min(choice.loss + price * choice.bytes for choice in choices)
 
 
-@few
+@quick
 @given(layer=ragged(), price=st.floats(1e-8, 1e-1))
 def test_two_sizes_are_never_worse_than_one_for_all_heads(layer, price):
     one, shape = layer
@@ -143,7 +128,7 @@ def test_two_sizes_are_never_worse_than_one_for_all_heads(layer, price):
     assert alone <= least(two_sizes, price) * (1 + 1e-12)
 
 
-@few
+@quick
 @given(
     kinds=st.lists(st.booleans(), min_size=1, max_size=5),
     effects=st.tuples(st.floats(0.01, 100), st.floats(0.01, 100)),
@@ -157,19 +142,7 @@ def test_for_two_kinds_of_heads_two_sizes_are_as_good_as_one_for_each(kinds, eff
     assert least(best_sizes(one, shape), price) == pytest.approx(sum(alone))
 
 
-@few
-@given(effects=st.lists(st.floats(0.01, 100), min_size=2, max_size=5, unique=True), power=st.floats(0.1, 2))
-def test_the_heads_that_harm_more_get_more(effects, power):
-    shape = Shape(len(effects), COST)
-    hull = best_sizes(curve("a", effects, power=power), shape)
-    for choice in hull:
-        in_order = [COST.total(*size) for _, size in sorted(zip(effects, choice.sizes, strict=True))]
-        assert in_order == sorted(in_order)
-    if max(effects) > 20 * min(effects):
-        assert any(len(set(choice.sizes)) == 2 for choice in hull)
-
-
-@few
+@quick
 @given(
     layers=st.lists(ragged(), min_size=1, max_size=3),
     budget=st.integers(1, 30),
@@ -199,26 +172,21 @@ def test_a_step_to_softmax_that_does_not_fit_hides_no_smaller_ones():
 def test_a_cache_may_be_all_that_fits():
     cache = COST.cached * SHAPE.kv_heads
     assert choose([curve("a")], {"a": SHAPE}, cache, context=1)["a"] == Choice(cache, 0.0, None)
-    with pytest.raises(DoflaError, match=f"the smallest layers .* take {cache} bytes together, the budget is 100"):
-        choose([curve("a")], {"a": SHAPE}, 100, context=1)
-
-
-def test_a_budget_below_the_smallest_sizes_is_refused():
-    with pytest.raises(DoflaError, match="the budget is 100: measure the curves at this budget"):
-        choose([curve("a")], {"a": SHAPE}, 100)
+    for context, least in ((1, cache), (None, ".*")):
+        with pytest.raises(DoflaError, match=f"take {least} bytes together, the budget is 100: measure the curves"):
+            choose([curve("a")], {"a": SHAPE}, 100, context=context)
 
 
 def test_the_hull_is_convex_and_falls():
-    hull = lower_hull(
-        [Choice(b, loss, None) for b, loss in ((1, 9.0), (2, 8.5), (3, 4.0), (4, 4.5), (5, 3.0), (9, 2.9))]
-    )
-    assert [choice.bytes for choice in hull] == [1, 3, 5, 9]
+    points = ((1, 9.0), (2, 8.5), (3, 4.0), (4, 4.5), (5, 3.0), (9, 2.9))
+    assert [choice.bytes for choice in lower_hull([Choice(*point, None) for point in points])] == [1, 3, 5, 9]
 
 
 def test_curves_are_read_as_they_were_written(tmp_path):
     curves = Curves([curve("a", (2.0, 0.5)), curve("b", (1.0,))], "teacher", {"steps": 3})
     curves.save(tmp_path / "curves.json")
     assert Curves.load(tmp_path / "curves.json") == curves
+    assert json.loads((tmp_path / "curves.json").read_text())["format"] == 2
 
 
 def layers(effects=(1.0, 2.0), more=(), **changes):
@@ -232,24 +200,18 @@ def layers(effects=(1.0, 2.0), more=(), **changes):
     [
         {"layers": []},
         {"layers": [{"name": "a"}]},
-        {"layers": 3},
+        {"layers": [{"name": "a", "effect": 1.0, "points": [{"share": 0.7, "bytes": 9, "error": 0.3}]}]},  # format 1
         {"layers": [{"name": "a", "effects": [1.0, 2.0], "points": []}]},
         layers(effects="much"),
-        layers(effects=1.0),
         layers(effects=["1.0", 2.0]),
         layers(effects=[float("inf"), 1.0]),
         layers(effects=[]),
-        layers(effects=[1.0]),
         layers(effects=[1.0, 2.0, 3.0]),
         layers(more=[{"share": 0.7, "bytes": 20, "errors": [0.1]}]),
         layers(bytes=0),
-        layers(bytes="9"),
         layers(share=1.5),
         layers(errors=[0.1, float("nan")]),
-        layers(errors=[0.1, None]),
         layers(errors=None),
-        layers(errors=0.1),
-        layers(errors=[]),
         layers(errors=[0.1]),
         layers(color="red"),
     ],
@@ -275,11 +237,8 @@ def test_curves_of_another_format_are_to_be_measured_again(tmp_path, format):
         "made_by": {},
     }
     (tmp_path / "old.json").write_text(json.dumps(data))
-    with pytest.raises(
-        DoflaError, match=rf"old\.json holds no error curves .*format {format}, .*: measure them again"
-    ) as error:
+    with pytest.raises(DoflaError, match=rf"old\.json holds no error curves .*format {format}, .*: measure them again"):
         Curves.load(tmp_path / "old.json")
-    assert "\n" not in str(error.value)
 
 
 def test_a_file_says_its_format(tmp_path):

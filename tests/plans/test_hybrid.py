@@ -8,10 +8,8 @@ from hypothesis import strategies as st
 from dofla.feature_maps.cost import HeadCost
 from dofla.plans.hybrid import SINKS, TOKEN_SHARE, split
 
-quick = settings(max_examples=200, deadline=None, derandomize=True)
 
-
-@quick
+@settings(max_examples=60, deadline=None, derandomize=True)
 @given(
     size=st.integers(0, 1_000_000),
     head_dim=st.integers(1, 256),

@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from students import keep_softmax
 
 import dofla
 from dofla.errors import DoflaError
@@ -24,14 +25,14 @@ def generated_cache(model, tokens, new_tokens):
         return model.generate(tokens, max_new_tokens=new_tokens, **options).past_key_values
 
 
-@pytest.mark.parametrize("kind", ["llama", "gpt2"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("new_tokens", [2, 9])
-def test_without_window_and_sinks_state_bytes_are_the_bytes_of_the_cache(tiny, kind, dtype, new_tokens):
+@pytest.mark.parametrize(("kind", "dtype"), [("llama", torch.float32), ("gpt2", torch.bfloat16)])
+def test_without_window_and_sinks_state_bytes_are_the_bytes_of_the_cache(tiny, kind, dtype):
     model = getattr(tiny, kind)().to(dtype)
-    plan = tiny.plan(model, features=11)
+    plan = tiny.plan(model, features=[11, 2] if kind == "llama" else 11)
     dofla.linear.linearize(model, plan)
-    assert cache_bytes(generated_cache(model, tiny.tokens(1, 7), new_tokens)) == plan.state_bytes(dtype)
+    for batch, new_tokens in ((1, 2), (1, 9), (3, 2)):
+        cache = generated_cache(model, tiny.tokens(batch, 7), new_tokens)
+        assert cache_bytes(cache) == batch * plan.state_bytes(dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -48,13 +49,6 @@ def test_with_window_or_sinks_the_cache_also_holds_one_weight_per_token_and_grou
     assert cache_bytes(generated_cache(model, tiny.tokens(1, 4), 6)) == plan.state_bytes(dtype) + weights
 
 
-def test_every_sequence_of_a_batch_has_a_state_of_its_own(tiny):
-    model = tiny.llama()
-    plan = tiny.plan(model, features=[5, 2])
-    dofla.linear.linearize(model, plan)
-    assert cache_bytes(generated_cache(model, tiny.tokens(3, 7), 4)) == 3 * plan.state_bytes()
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("sizes", [{}, {"window": [4, 7], "heavy_hitters": [6, 1]}], ids=str)
 def test_the_bytes_of_a_compressed_cache_are_the_plans_beside_log_weights_and_padding(tiny, dtype, sizes):
@@ -68,24 +62,16 @@ def test_the_bytes_of_a_compressed_cache_are_the_plans_beside_log_weights_and_pa
     assert 0 <= padding < 16 * 15 * sum(map(len, groups))  # each of the 15 parts begins at a multiple of 16
 
 
-def test_layers_kept_softmax_cost_what_their_cache_costs(tiny):
+def test_layers_kept_softmax_cost_what_their_cache_costs_and_so_does_the_teacher(tiny):
     model = tiny.llama()
-    plan = tiny.plan(model, features=6)
-    second = plan.layers[1]
-    plan.layers[1] = SoftmaxLayer(second.name, second.kv_heads, second.head_dim, second.value_dim)
-    dofla.linear.linearize(model, plan)
+    plan = tiny.plan(model, features=6, token_dtype="int8")
+    cache = generated_cache(model, tiny.tokens(1, 7), 5)
+    assert cache_bytes(cache) == plan.softmax_bytes(cache.get_seq_length())
+    dofla.linear.linearize(model, keep_softmax(plan, 1))
     cache = generated_cache(model, tiny.tokens(1, 7), 5)
     length = cache.layers[1].get_seq_length()
     assert cache_bytes(cache) == plan.state_bytes() + plan.kept_softmax_bytes(length)
     assert plan.state_bytes() == plan.layers[0].state_bytes(FLOAT)
-
-
-@pytest.mark.parametrize("token_dtype", ["int8", "model"])
-def test_softmax_bytes_are_the_bytes_of_the_teachers_cache(tiny, token_dtype):
-    model = tiny.llama()
-    plan = tiny.plan(model, token_dtype=token_dtype)
-    cache = generated_cache(model, tiny.tokens(1, 7), 5)
-    assert cache_bytes(cache) == plan.softmax_bytes(cache.get_seq_length())
 
 
 def test_bytes_of_layers_by_hand():
@@ -102,6 +88,8 @@ def test_bytes_of_layers_by_hand():
     ragged = FeatureLayer("a", 2, 6, 4, features=3, window=[7, 1], sinks=[0, 2], token_dtype="int8")
     assert ragged.sizes == [(3, 7, 0), (3, 1, 2)]
     assert ragged.state_bytes(4) == ragged.state_bytes(2) == 2 * 3 * 6 * 4 + (7 + 3) * (6 + 4 + 2)
+    alone = FeatureLayer("a", 2, 8, 8, window=[3, 0], sinks=[0, 1], feature_map="none")
+    assert alone.sizes == [(0, 3, 0), (0, 0, 1)]
 
 
 @pytest.mark.parametrize(("bits", "token"), [(4.0, 16 + 2 + 32 + 4 + 2), (2.5, 10 + 2 + 20 + 4 + 2)])
@@ -133,7 +121,7 @@ def layer_plans(draw):
     return kind(*shape, features=count(1, 300), **exact, **others)
 
 
-@settings(max_examples=50, deadline=None, derandomize=True)
+@settings(max_examples=25, deadline=None, derandomize=True)
 @given(
     layers=st.lists(layer_plans(), min_size=1, max_size=5, unique_by=lambda x: x.name),
     model=st.text(max_size=5),
@@ -151,19 +139,15 @@ def test_a_plan_round_trips_through_a_file_or_its_folder(tmp_path):
     plan.save(tmp_path / "plan.json")
     assert Plan.load(tmp_path / "plan.json") == plan
     assert Plan.load(str(tmp_path)) == plan
+    (tmp_path / "plan.json").unlink()
+    with pytest.raises(DoflaError, match=r"plan\.json does not exist: it should hold a plan"):
+        Plan.load(tmp_path)
 
 
 def test_a_plan_that_says_nothing_of_how_tokens_are_kept_keeps_them_in_the_models_dtype():
     data = Plan([FeatureLayer("a", 2, 8, 8, 4, window=3, token_dtype="int8")]).to_dict()
     del data["layers"]["a"]["token_dtype"]
     assert Plan.from_dict(data)["a"].token_dtype == "model"
-
-
-def test_the_map_none_needs_something_for_every_head_to_see():
-    plan = FeatureLayer("a", 2, 8, 8, window=[3, 0], sinks=[0, 1], feature_map="none")
-    assert plan.sizes == [(0, 3, 0), (0, 0, 1)]
-    with pytest.raises(DoflaError, match="feature_map 'none' requires window > 0 or sinks > 0"):
-        FeatureLayer("a", 2, 8, 8, 1, window=[3, 0], feature_map="none")
 
 
 def test_a_plan_edited_by_hand_is_what_the_model_becomes(tiny, tmp_path):
@@ -194,36 +178,25 @@ def test_a_plan_edited_by_hand_is_what_the_model_becomes(tiny, tmp_path):
     ("edit", "message"),
     [
         ({"features": 0}, "features is 0"),
-        ({"features": -3}, "features is -3"),
         ({"features": 4.0}, "features is 4.0"),
-        ({"features": "8"}, "features is '8'"),
-        ({"features": None}, "features is None"),
         ({"features": True}, "features is True"),
         ({"features": [4]}, "features has 1 numbers for 2 KV heads: give one each, or an int"),
         ({"features": [4, 0]}, r"features is \[4, 0\]"),
-        ({"features": []}, "features has 0 numbers for 2 KV heads"),
         ({"window": -1}, "window is -1: every KV head needs an integer, 0 or more"),
         ({"window": [3, 3, 3]}, "window has 3 numbers for 2 KV heads"),
-        ({"window": [3, -1]}, r"window is \[3, -1\]"),
-        ({"window": [3, 1.5]}, r"window is \[3, 1.5\]"),
         ({"window": {"first": 3}}, "window is {'first': 3}"),
-        ({"sinks": [2]}, "sinks has 1 numbers for 2 KV heads"),
         ({"sinks": [2, None]}, r"sinks is \[2, None\]"),
         ({"token_dtype": "int4"}, "token_dtype is 'int4': choose one of int8, model"),
-        ({"token_dtype": None}, "token_dtype is None"),
         ({"token_dtype": ["int8", "model"]}, r"token_dtype is \['int8', 'model'\]"),
         ({"feature_map": "none", "window": [3, 0]}, "feature_map 'none' requires window > 0 or sinks > 0"),
-        ({"window": 2.5}, "window is 2.5"),
         ({"sinks": "many"}, "sinks is 'many'"),
         ({"feature_map": "magic"}, "unknown feature map 'magic': choose one of .*prf"),
         ({"feature_map": ["prf"]}, "wrong fields"),
         ({"kv_heads": 0}, "kv_heads is 0"),
-        ({"head_dim": "8"}, "head_dim is '8'"),
         ({"value_dim": None}, "value_dim is None"),
         ({"smooth_keys": "no"}, "smooth_keys is 'no': give true or false"),
         ({"color": "red"}, "unknown field 'color': choose from feature_map, features, "),
         ({"kind": "magic"}, "kind is 'magic': choose one of softmax, compressed, features"),
-        ({"kind": None}, "kind is None"),
     ],
 )
 def test_a_field_that_is_off_is_one_line_naming_file_layer_and_field(tmp_path, edit, message):
@@ -232,23 +205,18 @@ def test_a_field_that_is_off_is_one_line_naming_file_layer_and_field(tmp_path, e
     data["layers"]["second.attention"] |= edit
     path = tmp_path / "plan.json"
     path.write_text(json.dumps(data))
-    with pytest.raises(DoflaError, match=message) as error:
+    with pytest.raises(DoflaError, match=f"{path}: .*layer second.attention.*{message}"):
         Plan.load(path)
-    assert "layer second.attention" in str(error.value)
-    assert str(path) in str(error.value)
-    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize(
     ("edit", "message"),
     [
         ({"window": 0}, "window is 0: every KV head needs an integer, 1 or more"),
-        ({"newest": 0}, "newest is 0"),
         ({"heavy_hitters": [3, 0]}, r"heavy_hitters is \[3, 0\]"),
         ({"heavy_hitters": [3]}, "heavy_hitters has 1 numbers for 2 KV heads"),
         ({"sinks": -1}, "sinks is -1"),
         ({"bits": 0.5}, "bits is 0.5: give 1 to 5"),
-        ({"bits": 6}, "bits is 6"),
         ({"bits": "3"}, "bits is '3'"),
         ({"head_dim": 12}, "heads have 12 and 8 numbers: a compressed cache needs multiples of 8"),
         ({"features": 3}, "unknown field 'features'"),
@@ -281,15 +249,8 @@ def test_a_plan_of_another_form_is_one_line_naming_the_file(tmp_path, change, me
     change(data)
     path = tmp_path / "plan.json"
     path.write_text(json.dumps(data))
-    with pytest.raises(DoflaError, match=message) as error:
+    with pytest.raises(DoflaError, match=f"{path}.*{message}"):
         Plan.load(path)
-    assert str(path) in str(error.value)
-    assert "\n" not in str(error.value)
-
-
-def test_a_missing_plan_is_one_line(tmp_path):
-    with pytest.raises(DoflaError, match=r"plan\.json does not exist: it should hold a plan"):
-        Plan.load(tmp_path)
 
 
 def test_a_plan_of_an_older_format_is_to_be_made_again(tiny):

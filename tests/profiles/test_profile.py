@@ -10,6 +10,7 @@ import pytest
 import torch
 from arithmetic import sum_error
 from safetensors.torch import load_file, save_file
+from students import student_of
 
 import dofla
 from dofla.errors import DoflaError
@@ -56,7 +57,7 @@ def test_a_sample_is_uniform_over_keys_and_queries_of_a_stream_of_uneven_batches
     padded = {0, 1, 9, 10, 15}
     calls = [numbered_call(0, 2, 3, padded), numbered_call(6, 1, 7, padded), numbered_call(13, 1, 4, padded)]
     real = [n for n in range(17) if n not in padded]
-    size, draws = 5, 1500
+    size, draws = 5, 500
     counts = torch.zeros(2, 17)
     pairs = torch.zeros(24, 24)
     members = torch.zeros(SHARE)
@@ -207,16 +208,6 @@ def test_statistics_are_those_of_eager_attention(tiny, kind):
     assert max(entropies) - min(entropies) > 0.01
 
 
-def test_queries_and_keys_are_those_after_positions(tiny):
-    model, tokens = tiny.llama(), tiny.tokens(3, 12)
-    calls = recorded(model, {"input_ids": tokens})
-    for name, (query, key) in projected_by_hand(model, tokens).items():
-        torch.testing.assert_close(calls[name].query, query, rtol=1e-4, atol=1e-4)
-        torch.testing.assert_close(calls[name].key, key, rtol=1e-4, atol=1e-4)
-        assert calls[name].query.shape == (3, 4, 12, 8)
-        assert calls[name].key.shape == (3, 2, 12, 8)
-
-
 def test_spectra_are_those_of_all_queries_and_keys_if_the_sample_holds_them_all(tiny):
     model, tokens = tiny.llama(num_key_value_heads=4), tiny.tokens(3, 12)
     profile = dofla.linear.profile(model, tokens, samples=ALL, estimator="paper", batch_size=2)
@@ -287,14 +278,6 @@ def test_the_papers_estimator_is_there_by_name_and_no_other(tiny):
     assert {s.subsamples.shape for layer in paper.layers for s in layer.spectra} == {(8, 4)}
     usual = dofla.linear.profile(model, tokens, samples=32)
     assert (usual.estimator, usual.normalization) == ("attention", "mean")
-    with pytest.raises(DoflaError, match=r"'kernel'.*attention, paper"):
-        dofla.linear.profile(model, tokens, estimator="kernel")
-
-
-def test_windows_of_padding_alone_are_refused(tiny):
-    batch = tiny.padded(3, 12, "left")
-    with pytest.raises(DoflaError, match="padding alone"):
-        dofla.linear.profile(tiny.llama(), batch | {"attention_mask": torch.zeros(3, 12, dtype=torch.int64)})
 
 
 def test_a_kv_heads_vectors_are_its_keys_and_the_queries_of_its_group(tiny):
@@ -332,6 +315,8 @@ def test_padding_plays_no_part(tiny):
         for ours, theirs in zip(left.statistics, right.statistics, strict=True):
             assert_close(ours, theirs)
     torch.testing.assert_close(torch.tensor(plain.dof()), torch.tensor(with_padding.dof()), rtol=1e-4, atol=0)
+    with pytest.raises(DoflaError, match="padding alone"):
+        dofla.linear.profile(tiny.bert(), padded | {"attention_mask": torch.zeros_like(mask)})
 
 
 def test_images_are_profiled_like_text(tiny):
@@ -346,9 +331,10 @@ def test_images_are_profiled_like_text(tiny):
     assert {len(s.eigenvalues) for layer in few.layers for s in layer.spectra} == {20}
 
 
-def test_the_same_seed_gives_the_same_profile_and_another_seed_another_sample(tiny):
-    model, tokens = tiny.llama(), tiny.tokens(4, 40)
+def test_the_same_seed_gives_the_same_profile_whatever_the_dropout_and_another_another_sample(tiny):
+    tokens, model = tiny.tokens(4, 40), tiny.gpt2(attn_pdrop=0.5, resid_pdrop=0.5, embd_pdrop=0.5).train()
     one, same, other = (dofla.linear.profile(model, tokens, samples=16, seed=seed).dof() for seed in (7, 7, 8))
+    assert dofla.linear.profile(model.eval(), tokens, samples=16, seed=7).dof() == one
     assert one == same
     assert one != other
 
@@ -360,27 +346,21 @@ def test_half_precision_teachers_are_profiled(tiny):
     torch.testing.assert_close(torch.tensor(half.dof(0.1)), torch.tensor(full.dof(0.1)), rtol=0.2, atol=0)
 
 
-def test_the_profile_says_what_was_measured(tiny):
-    tokens = dofla.linear.profile(tiny.llama(), tiny.tokens(4, 10), samples=16, seed=3, normalization="top")
-    assert (tokens.model, tokens.samples, tokens.tokens, tokens.seed) == ("LlamaForCausalLM", 16, 40, 3)
-    assert tokens.normalization == "top"
-    spectrum = tokens.layers[1].spectra[0]
-    assert tokens.dof(0.1)[1][0] == degrees_of_freedom(spectrum, 0.1, "top")
-    assert tokens.dof(0.1, "trace")[1][0] == degrees_of_freedom(spectrum, 0.1, "trace")
-
-
-def test_layers_kept_softmax_are_listed_and_not_measured(tiny):
-    profile = dofla.linear.profile(
-        tiny.llama(), tiny.tokens(2, 10), samples=8, keep_softmax=["model.layers.0.self_attn"]
-    )
-    assert [layer.name for layer in profile.layers] == ["model.layers.1.self_attn"]
-    assert profile.skipped == [SkippedLayer("model.layers.0.self_attn", 2, 8, 8, "asked for")]
-
-
-def test_progress_is_reported(tiny):
+def test_the_profile_says_what_was_measured_and_that_it_goes_on(tiny):
+    first, second = (f"model.layers.{n}.self_attn" for n in range(2))
+    options = {"samples": 16, "seed": 3, "normalization": "top", "batch_size": 2, "keep_softmax": [first]}
     seen = []
-    dofla.linear.profile(tiny.llama(), tiny.tokens(5, 8), samples=8, batch_size=2, progress=lambda *x: seen.append(x))
-    assert seen == [("reading", n, 3) for n in (1, 2, 3)] + [("spectra", n, 2) for n in (1, 2)]
+    found = dofla.linear.profile(tiny.llama(), tiny.tokens(5, 8), **options, progress=lambda *x: seen.append(x))
+    assert (found.model, found.samples, found.tokens, found.seed) == ("LlamaForCausalLM", 16, 40, 3)
+    assert found.normalization == "top"
+    assert [layer.name for layer in found.layers] == [second]
+    assert found.skipped == [SkippedLayer(first, 2, 8, 8, "asked for")]
+    spectrum = found.layers[0].spectra[0]
+    assert not spectrum.eigenvalues.requires_grad
+    assert not spectrum.eigenvalues.is_inference()
+    assert found.dof(0.1)[0][0] == degrees_of_freedom(spectrum, 0.1, "top")
+    assert found.dof(0.1, "trace")[0][0] == degrees_of_freedom(spectrum, 0.1, "trace")
+    assert seen == [("reading", n, 3) for n in (1, 2, 3)] + [("spectra", 1, 1)]
 
 
 # --- what it leaves behind --------------------------------------------------------------------------------------------
@@ -401,12 +381,6 @@ def test_the_model_is_left_as_it_was(tiny):
     assert torch.is_grad_enabled()
 
 
-def test_dropout_is_off_even_if_the_model_is_being_trained(tiny):
-    model, tokens = tiny.gpt2(attn_pdrop=0.5, resid_pdrop=0.5, embd_pdrop=0.5), tiny.tokens(3, 10)
-    calm = dofla.linear.profile(model, tokens, samples=ALL).dof()
-    assert dofla.linear.profile(model.train(), tokens, samples=ALL).dof() == calm
-
-
 @pytest.mark.parametrize("rope", [{"rope_type": "default"}, {"rope_type": "dynamic", "factor": 2.0}])
 def test_the_model_can_be_trained_afterwards(tiny, rope):
     model = tiny.llama(rope_parameters=rope | {"rope_theta": 1e4}, max_position_embeddings=16)
@@ -414,13 +388,6 @@ def test_the_model_can_be_trained_afterwards(tiny, rope):
     dofla.linear.profile(model, tokens, samples=8)
     model(tokens, labels=tokens).loss.backward()
     assert all(torch.isfinite(p.grad).all() for p in model.parameters())
-
-
-def test_nothing_of_a_measurement_hangs_on_gradients(tiny):
-    profile = dofla.linear.profile(tiny.llama(), tiny.tokens(2, 8), samples=8)
-    eigenvalues = profile.layers[0].spectra[0].eigenvalues
-    assert not eigenvalues.requires_grad
-    assert not eigenvalues.is_inference()
 
 
 # --- bad input --------------------------------------------------------------------------------------------------------
@@ -435,14 +402,10 @@ def test_nan_in_the_activations_names_layer_and_batch(tiny):
         dofla.linear.profile(model, tokens, samples=8, batch_size=2)
     assert model.config._attn_implementation == "sdpa"
     dofla.linear.profile(model, tokens[:4], samples=8)
-
-
-def test_a_broken_later_layer_is_the_one_named(tiny):
-    model = tiny.llama()
     with torch.no_grad():
         model.model.layers[1].self_attn.k_proj.weight[0, 0] = torch.inf
     with pytest.raises(DoflaError, match=r"keys of layer model\.layers\.1\.self_attn hold NaN or infinity in batch 0"):
-        dofla.linear.profile(model, tiny.tokens(2, 8), samples=8)
+        dofla.linear.profile(model, tokens[:4], samples=8)
 
 
 @pytest.mark.parametrize(
@@ -451,6 +414,7 @@ def test_a_broken_later_layer_is_the_one_named(tiny):
         ({"normalization": "unit"}, "unknown normalization 'unit': choose one of trace, top, mean, none"),
         ({"samples": 1}, "samples is 1: at least 2"),
         ({"batch_size": 0}, "batch_size is 0"),
+        ({"estimator": "kernel"}, "'kernel'.*attention, paper"),
         ({"keep_softmax": ["layers.9"]}, r"keep_softmax names 'layers.9'.*model\.layers\.0\.self_attn"),
         ({"keep_softmax": ["model.layers.0.self_attn", "model.layers.1.self_attn"]}, "no layer is left"),
     ],
@@ -461,10 +425,8 @@ def test_a_bad_option_is_one_line_with_the_way_out(tiny, options, message):
 
 
 def test_a_linearized_model_is_refused(tiny):
-    model = tiny.llama()
-    dofla.linear.linearize(model, tiny.plan(model))
     with pytest.raises(DoflaError, match="converted already"):
-        dofla.linear.profile(model, tiny.tokens(2, 8))
+        dofla.linear.profile(student_of(tiny), tiny.tokens(2, 8))
 
 
 # --- files ------------------------------------------------------------------------------------------------------------
@@ -489,7 +451,13 @@ def some_profile() -> Profile:
 def test_a_profile_round_trips_exactly(tmp_path):
     profile = some_profile()
     assert profile.save(tmp_path / "profile") == tmp_path / "profile"
+    with pytest.raises(DoflaError, match="exists already"):
+        profile.save(tmp_path / "profile")
     loaded = Profile.load(str(tmp_path / "profile"))
+    assert loaded.dof() == profile.dof()
+    data = json.loads((tmp_path / "profile" / "profile.json").read_text())
+    shown = [[head["dof"] for head in layer["per_head"]] for layer in data["layers"]]
+    assert shown == [[pytest.approx(n, abs=1e-4) for n in row] for row in profile.dof()]
     for left, right in zip(profile.layers, loaded.layers, strict=True):
         for ours, theirs in zip(left.spectra, right.spectra, strict=True):
             assert torch.equal(ours.eigenvalues, theirs.eigenvalues)
@@ -497,13 +465,6 @@ def test_a_profile_round_trips_exactly(tmp_path):
         left.spectra = right.spectra = []
         assert left == right
     assert loaded == profile
-    assert loaded.dof() == profile.dof()
-
-
-def test_a_measured_profile_round_trips(tiny, tmp_path):
-    profile = dofla.linear.profile(tiny.llama(), tiny.tokens(2, 8), samples=8)
-    profile.save(tmp_path / "profile")
-    assert Profile.load(tmp_path / "profile").dof(0.1, "top") == profile.dof(0.1, "top")
 
 
 def test_both_estimators_round_trip_with_their_errors(tiny, tmp_path):
@@ -537,20 +498,6 @@ def test_a_profile_of_format_1_loads_and_its_errors_are_unknown(tmp_path):
     assert "±" not in str(loaded)
 
 
-def test_the_readable_part_shows_degrees_of_freedom(tmp_path):
-    profile = some_profile()
-    profile.save(tmp_path / "profile")
-    data = json.loads((tmp_path / "profile" / "profile.json").read_text())
-    shown = [[head["dof"] for head in layer["per_head"]] for layer in data["layers"]]
-    assert shown == [[pytest.approx(n, abs=1e-4) for n in row] for row in profile.dof()]
-
-
-def test_a_profile_is_not_written_over(tmp_path):
-    some_profile().save(tmp_path / "profile")
-    with pytest.raises(DoflaError, match="exists already"):
-        some_profile().save(tmp_path / "profile")
-
-
 def edit_json(change):
     def damage(folder):
         data = json.loads((folder / "profile.json").read_text())
@@ -577,16 +524,19 @@ def truncate(name):
     return damage
 
 
+def make_folder(folder):
+    (folder / "spectra.safetensors").unlink()
+    (folder / "spectra.safetensors").mkdir()
+
+
 DAMAGES = {
     "no profile.json": (lambda folder: (folder / "profile.json").unlink(), "profile.json"),
     "half of profile.json": (truncate("profile.json"), "profile.json"),
     "profile.json is a list": (lambda folder: (folder / "profile.json").write_text("[]"), "profile.json"),
     "a later format": (edit_json(lambda data: data.update(format=3)), "format 3, this version of dofla reads 2"),
     "no layers": (edit_json(lambda data: data.pop("layers")), "profile.json"),
-    "layers of another kind": (edit_json(lambda data: data.update(layers=5)), "profile.json"),
     "a layer of another kind": (edit_json(lambda data: data["layers"].append("x")), "profile.json"),
     "a field missing": (edit_json(lambda data: data["layers"][0].pop("scaling")), "profile.json"),
-    "no seed": (edit_json(lambda data: data.pop("seed")), "profile.json"),
     "a head missing": (edit_json(lambda data: data["layers"][1]["per_head"].pop()), "profile.json"),
     "a head of another kind": (edit_json(lambda data: data["layers"][0].update(per_head=[1, 2])), "profile.json"),
     "a strange statistic": (edit_json(lambda data: data["layers"][0]["per_head"][0].update(odd=1)), "profile.json"),
@@ -594,29 +544,18 @@ DAMAGES = {
     "a skipped layer of another kind": (edit_json(lambda data: data.update(skipped=[{"name": "x"}])), "profile.json"),
     "no spectra": (lambda folder: (folder / "spectra.safetensors").unlink(), "spectra.safetensors"),
     "half of the spectra": (truncate("spectra.safetensors"), "spectra.safetensors"),
-    "empty spectra": (lambda folder: (folder / "spectra.safetensors").write_bytes(b""), "spectra.safetensors"),
     "the spectra of another layer": (edit_spectra(lambda x: x.update({"d": x.pop("a.attention")})), "a.attention"),
     "a NaN eigenvalue": (edit_spectra(lambda x: x["b.attention"][1].fill_(torch.nan)), "b.attention"),
     "a spectrum too few": (edit_spectra(lambda x: x.update({"a.attention": x["a.attention"][:1]})), "a.attention"),
     "a number for a spectrum": (edit_spectra(lambda x: x.update({"a.attention": torch.ones(())})), "profile"),
+    "a folder for spectra": (make_folder, r"spectra\.safetensors"),
 }
 
 
 @pytest.mark.parametrize("kind", DAMAGES)
 def test_a_damaged_profile_is_one_line_naming_the_file(tmp_path, kind):
     damage, named = DAMAGES[kind]
-    folder = tmp_path / "measured"
-    some_profile().save(folder)
+    folder = some_profile().save(tmp_path / "measured")
     damage(folder)
-    with pytest.raises(DoflaError, match=named) as error:
+    with pytest.raises(DoflaError, match=f"(?s)(?=.*{folder}).*{named}"):
         Profile.load(folder)
-    assert str(folder) in str(error.value)
-    assert "\n" not in str(error.value)
-
-
-def test_spectra_that_are_a_folder_are_named_in_one_line(tmp_path):
-    some_profile().save(tmp_path / "profile")
-    (tmp_path / "profile" / "spectra.safetensors").unlink()
-    (tmp_path / "profile" / "spectra.safetensors").mkdir()
-    with pytest.raises(DoflaError, match=r"spectra\.safetensors"):
-        Profile.load(tmp_path / "profile")

@@ -21,8 +21,7 @@ from dofla.profiles.spectrum import (
 )
 
 seeds = st.integers(0, 2**31 - 1)
-lams = st.floats(-5.0, 1.0).map(lambda exponent: 10.0**exponent)
-quick = settings(max_examples=50, deadline=None, derandomize=True)
+quick = settings(max_examples=25, deadline=None, derandomize=True)
 
 
 def some_vectors(seed: int, count: int, dim: int, spread: float = 1.0) -> torch.Tensor:
@@ -73,35 +72,6 @@ def test_every_normalization_is_the_trace_written_out(seed, count, scaling, lam,
     sigma = gram / unit
     expected = torch.linalg.solve(sigma + lam * torch.eye(count, dtype=sigma.dtype), sigma).trace().item()
     assert degrees_of_freedom(gram_spectrum(vectors, scaling), lam, normalization) == pytest.approx(expected, rel=1e-8)
-
-
-@quick
-@given(seed=seeds, count=st.integers(1, 30), pair=st.tuples(lams, lams), normalization=st.sampled_from(NORMALIZATIONS))
-def test_degrees_of_freedom_fall_with_lambda_and_stay_between_0_and_the_number_of_vectors(
-    seed, count, pair, normalization
-):
-    spectrum = gram_spectrum(some_vectors(seed, count, 4), 0.5)
-    small, large = (degrees_of_freedom(spectrum, lam, normalization) for lam in sorted(pair))
-    assert 0 < large <= small <= count
-    if max(pair) > 1.01 * min(pair):
-        assert large < small
-
-
-@quick
-@given(seed=seeds, count=st.integers(1, 30), lam=lams)
-def test_with_unit_trace_no_head_has_more_than_the_inverse_of_lambda(seed, count, lam):
-    assert degrees_of_freedom(gram_spectrum(some_vectors(seed, count, 4, 3.0), 1.0), lam) <= 1 / lam
-
-
-def test_the_order_of_the_vectors_plays_no_part():
-    vectors = some_vectors(0, 20, 5)
-    shuffled = vectors[torch.randperm(20, generator=torch.Generator().manual_seed(1))]
-    torch.testing.assert_close(gram_spectrum(vectors, 0.4).eigenvalues, gram_spectrum(shuffled, 0.4).eigenvalues)
-
-
-def test_equal_vectors_have_one_direction():
-    spectrum = gram_spectrum(torch.ones(12, 3), 0.5)
-    assert degrees_of_freedom(spectrum, 0.25) == pytest.approx(1 / 1.25)
 
 
 @pytest.mark.parametrize("score", [120.0, 200.0, 2000.0])
@@ -163,15 +133,16 @@ def test_vectors_that_are_not_finite_are_refused(value):
         gram_spectrum(vectors, 1.0)
 
 
-@pytest.mark.parametrize("lam", [0.0, -1.0, math.nan, math.inf])
-def test_lambda_must_be_a_positive_number(lam):
-    with pytest.raises(DoflaError, match="lambda is"):
-        degrees_of_freedom(Spectrum(torch.ones(3, dtype=torch.float64), 0.0), lam)
-
-
-def test_an_unknown_normalization_lists_the_known_ones():
-    with pytest.raises(DoflaError, match=r"'unit'.*trace, top, mean, none"):
-        degrees_of_freedom(Spectrum(torch.ones(3, dtype=torch.float64), 0.0), 1.0, "unit")
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        *(({"lam": lam}, "lambda is") for lam in (0.0, -1.0, math.nan, math.inf)),
+        ({"lam": 1.0, "normalization": "unit"}, r"'unit'.*trace, top, mean, none"),
+    ],
+)
+def test_a_bad_option_is_named(options, message):
+    with pytest.raises(DoflaError, match=message):
+        degrees_of_freedom(Spectrum(torch.ones(3, dtype=torch.float64), 0.0), **options)
 
 
 # --- attention --------------------------------------------------------------------------------------------------------
@@ -219,41 +190,6 @@ def test_windows_are_averaged_and_rows_of_zeros_count_for_nothing(normalization)
         assert found == pytest.approx(sum(each) / 5, rel=1e-9)
 
 
-def attention_of(scores: torch.Tensor, seed: int, windows: int, rows: int = 24, columns: int = 48) -> Spectrum:
-    """Of a head whose queries and keys are normal, keys of the given lengths drawn at random."""
-    generator = torch.Generator().manual_seed(seed)
-    query = torch.randn(windows, rows, 8, generator=generator, dtype=torch.float64)
-    key = torch.randn(windows, columns, 8, generator=generator, dtype=torch.float64)
-    lengths = scores[torch.randint(len(scores), (windows, columns), generator=generator)]
-    values, _ = attention_spectrum((query @ (key * lengths[..., None]).mT).softmax(-1))
-    return Spectrum(values, 0.0)
-
-
-def test_the_standard_error_is_the_spread_over_samples():
-    scores, lam, windows, draws = torch.linspace(0.2, 2.0, 10, dtype=torch.float64), 2.0**-8, 8, 60
-    found = [attention_of(scores, seed, windows) for seed in range(draws)]
-    values = torch.tensor([degrees_of_freedom(x, lam) for x in found], dtype=torch.float64)
-    errors = torch.tensor([standard_error(x, lam) for x in found], dtype=torch.float64)
-    # Both estimate one variance, from 59 and from 60 × 7 degrees of freedom: their ratio is F distributed, with a
-    # standard deviation near sqrt(2/59 + 2/420).
-    ratio = errors.square().mean() / values.var()
-    assert abs(ratio - 1) < 4 * (2 / (draws - 1) + 2 / (draws * (windows - 1))) ** 0.5
-
-
-def test_a_key_of_enormous_length_flips_the_papers_estimate_and_not_that_of_attention():
-    generator = torch.Generator().manual_seed(0)
-    vectors = torch.randn(128, 8, generator=generator, dtype=torch.float64)
-    outlier = torch.cat([vectors[:-1], 10 * vectors[-1:]])
-    calm, flipped = (degrees_of_freedom(gram_spectrum(x, 8**-0.5), 2.0**-8) for x in (vectors, outlier))
-    assert calm > 20
-    assert flipped < 1.1
-    query = torch.randn(64, 8, generator=generator, dtype=torch.float64)
-    rows = [(8**-0.5 * query @ x.mT).softmax(-1) for x in (vectors, outlier)]
-    calm, moved = (degrees_of_freedom(Spectrum(attention_spectrum(x)[0], 0.0), 2.0**-8, "mean") for x in rows)
-    # Some rows look at the outlier alone, and are one direction together; the others stay.
-    assert moved > calm / 2
-
-
 def test_the_papers_estimate_is_doubted_where_its_subsamples_differ():
     generator = torch.Generator().manual_seed(1)
     vectors = torch.randn(256, 8, generator=generator, dtype=torch.float64)
@@ -264,11 +200,9 @@ def test_the_papers_estimate_is_doubted_where_its_subsamples_differ():
         torch.testing.assert_close(
             values * math.exp(calm.log_scale), expected.clamp_min(0), rtol=1e-9, atol=1e-12 * 256
         )
+    # Nothing is known of the error of a single matrix.
+    assert gram_spectrum(vectors[: 2 * SUBSAMPLES - 1], 1.0).subsamples is None
+    assert math.isnan(standard_error(Spectrum(torch.ones(3, dtype=torch.float64), 0.0), 0.1))
     heavy = gram_spectrum(vectors * (1 + 3 * torch.arange(256).eq(7))[:, None], 1.0)
     for spectrum, low, high in ((calm, 0, 0.05), (heavy, 0.2, 10)):
         assert low < standard_error(spectrum, 2.0**-8) / degrees_of_freedom(spectrum, 2.0**-8) < high
-
-
-def test_nothing_is_known_of_the_error_of_a_single_matrix():
-    assert math.isnan(standard_error(Spectrum(torch.ones(3, dtype=torch.float64), 0.0), 0.1))
-    assert gram_spectrum(some_vectors(0, 2 * SUBSAMPLES - 1, 3), 1.0).subsamples is None

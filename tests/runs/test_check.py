@@ -1,4 +1,4 @@
-"""``dofla.check``: what becomes of a model, told by its config alone."""
+"""``dofla.check`` and ``dofla check``: what becomes of a model, told by its config alone."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 
 import pytest
 import torch
+from command_line import call
 from transformers import AutoConfig, AutoModelForCausalLM, Gemma2Config, Gemma3TextConfig, LlamaConfig
 
 import dofla
@@ -124,6 +125,18 @@ def test_a_model_too_large_for_any_memory_is_told_of():
     assert found.seconds > 600
 
 
+def test_a_model_is_told_of_for_people_and_for_programs(capsys):
+    assert call("check", "demo", "--size", "102KiB", "--size", "272KiB") == 0
+    shown = capsys.readouterr().out
+    assert "LlamaForCausalLM, 4.07 M parameters: supported" in shown
+    assert "an estimate" in shown
+    assert call("check", "demo", "--size", "272KiB", "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["supported"]
+    assert [(x["tokens"], x["size"]) for x in found["cache"]] == [(n, 278_528) for n in (2048, 8192, 32768)]
+    assert found["cache"][0]["factor"] > 10
+
+
 # Names and folders
 
 
@@ -143,18 +156,14 @@ def test_a_model_too_large_for_any_memory_is_told_of():
 def test_a_folder_that_is_no_model_is_refused_in_one_line(files, match, tmp_path):
     for name, text in files.items():
         (tmp_path / name).write_text(text)
-    with pytest.raises(DoflaError, match=match) as error:
-        dofla.check(tmp_path)
-    assert "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize(("name", "match"), [("/no/such/folder", "no folder"), ("no/model", "cannot read the config")])
-def test_a_name_of_nothing_is_refused(name, match):
     with pytest.raises(DoflaError, match=match):
-        dofla.check(name)
+        dofla.check(tmp_path)
 
 
-def test_wrong_options_are_refused(tiny):
+def test_wrong_names_and_options_are_refused(tiny):
+    for name, match in (("/no/such/folder", "no folder"), ("no/model", "cannot read the config")):
+        with pytest.raises(DoflaError, match=match):
+            dofla.check(name)
     for options, match in [
         ({"sizes": ["5 m"]}, "size is '5 m': give bytes with a unit"),
         ({"sizes": ["5KB"], "ratio": 16}, "sizes are given and ratio is 16: give one of them"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 
 import pytest
 import torch
@@ -117,6 +118,12 @@ def test_a_run_of_a_version_that_knew_fewer_fields_goes_on(tmp_path):
     ("data", "words"),
     [
         ({}, "'model' is missing"),
+        ({"model": "x", "budgets": 3}, "budgets.*budget"),
+        ({"model": "x", "ratio": "lots"}, "ratio.*lots"),
+        ({"model": "x", "ratio": True}, "ratio.*True"),
+        ({"model": "x", "data": {"wrong": 1}}, "data.*wrong"),
+        ({"model": "x", "seeds": ["a"]}, "seeds"),
+        ({"model": "x", "students": [{"name": "A", "token_dtype": 8}]}, "token_dtype.*8"),
         ({"model": "x", "seeds": []}, "'seeds' is empty"),
         ({"model": "x", "seeds": [0, -1]}, "'seeds' has -1"),
         ({"model": "x", "size": 64, "colour": 1}, "colour"),
@@ -129,7 +136,18 @@ def test_a_run_of_a_version_that_knew_fewer_fields_goes_on(tmp_path):
         ({"model": "x", "students": [{"end_to_end": True}]}, "end_to_end.steps is 0: give 1 or more"),
     ],
 )
-def test_bad_recipes_are_one_line(data, words):
-    with pytest.raises(DoflaError, match=words) as error:
+def test_bad_recipes_name_the_field_and_the_file(tmp_path, data, words):
+    with pytest.raises(DoflaError, match=words):
         Recipe.from_dict(data)
-    assert "\n" not in str(error.value)
+    path = tmp_path / "recipe.yaml"
+    path.write_text(json.dumps(data))
+    with pytest.raises(DoflaError, match=f"{path}.*{words}"):
+        Recipe.load(path)
+
+
+@pytest.mark.parametrize(("text", "words"), [("[1]", "expected fields"), ("model: [x", "cannot be read")])
+def test_a_file_that_is_no_recipe_is_named(tmp_path, text, words):
+    path = tmp_path / "recipe.yaml"
+    path.write_text(text)
+    with pytest.raises(DoflaError, match=f"{path}.*{words}"):
+        Recipe.load(path)

@@ -22,8 +22,8 @@ from dofla.runs.run import run
 
 BUDGET = 8
 FIRST, SECOND = "model.layers.0.self_attn", "model.layers.1.self_attn"
-CURVES = {"windows": 10, "steps": 2, "batch_size": 2, "rows": 8, "held_out": 2}
-CHANGES = [f"budget={BUDGET}", "seeds=[0, 1]", "distill.steps=2", "distill.rows=8", "evaluate.prompts=0"]
+CURVES = {"windows": 4, "steps": 1, "batch_size": 2, "rows": 8, "held_out": 2}
+CHANGES = [f"budget={BUDGET}", "seeds=[0, 1]", "distill.steps=1", "distill.rows=8", "evaluate.prompts=0"]
 CHANGES += ["profile.samples=32", "profile.windows=4", *(f"curves.{name}={value}" for name, value in CURVES.items())]
 
 
@@ -80,65 +80,56 @@ def test_curves_are_measured_once_for_all_seeds_and_spent(tmp_path, measurements
     assert file.read_bytes() == written
 
 
-def test_students_that_keep_other_layers_softmax_share_the_curves(tmp_path, measurements):
-    names = {"First": [FIRST], "Second": [SECOND], "None": []}
-    students = [{"name": name, "keep_softmax": kept} for name, kept in names.items()]
-    folder = tmp_path / "run"
-    run(recipe(tmp_path, students, ["seeds=[0]"]), folder)
-    assert len(measurements) == 1
-    for name, kept in names.items():
-        assert [x.name for x in plan_of(folder, name.lower()).layers if isinstance(x, SoftmaxLayer)] == kept
-
-
-def test_layers_that_all_students_keep_softmax_are_not_measured(tmp_path, measurements):
-    students = [{"name": name, "keep_softmax": [SECOND]} for name in ("One", "Other")]
-    run(recipe(tmp_path, students, ["seeds=[0]"]), tmp_path / "run")
+@pytest.mark.parametrize(
+    ("kept", "left_out"), [([[FIRST], [SECOND], []], []), ([[SECOND], [SECOND]], [SECOND])], ids=["some", "all"]
+)
+def test_curves_are_of_the_layers_that_any_student_converts(tmp_path, measurements, kept, left_out):
+    chosen = recipe(tmp_path, [{"name": str(n), "keep_softmax": names} for n, names in enumerate(kept)])
+    students = Students(chosen, tmp_path)
+    for spec, names in zip(chosen.students, kept, strict=True):
+        assert [x.name for x in students.plan(spec).layers if isinstance(x, SoftmaxLayer)] == names
     ((_, options),) = measurements
-    assert options["keep_softmax"] == [SECOND]
-    assert isinstance(plan_of(tmp_path / "run", "one")[SECOND], SoftmaxLayer)
+    assert options["keep_softmax"] == left_out
 
 
 @pytest.mark.slow
-def test_each_feature_map_has_curves_of_its_own(tmp_path, measurements):
-    students = [{"name": "A"}, {"name": "B", "feature_map": "exponential"}, {"name": "C", "feature_map": "mlp"}]
-    folder = tmp_path / "run"
-    run(recipe(tmp_path, students, ["seeds=[0]"]), folder)
-    assert [options["feature_map"] for _, options in measurements] == ["mlp", "exponential"]
-    assert len(list(folder.glob("curves*.json"))) == 2
-    assert {x.feature_map for x in plan_of(folder, "b").layers} == {"exponential"}
+def test_each_feature_map_and_each_way_to_keep_tokens_has_curves_of_its_own(tmp_path, measurements):
+    students = {
+        "A": ({}, "int8"),
+        "B": ({"token_dtype": "model"}, "model"),
+        "C": ({"token_dtype": "model", "per_head": False}, "model"),
+        "D": ({"token_dtype": "model", "strategy": "hybrid"}, "model"),
+        "E": ({"token_dtype": "int8", "strategy": "dof", "window": 2}, "int8"),
+        "F": ({"strategy": "dof", "window": 2}, "model"),
+        "G": ({"feature_map": "exponential"}, "int8"),
+        "H": ({"feature_map": "mlp"}, "int8"),
+    }
+    chosen = recipe(tmp_path, [{"name": name, **options} for name, (options, _) in students.items()])
+    plans = {spec.name: Students(chosen, tmp_path).plan(spec) for spec in chosen.students}
+    measured = [(options["token_dtype"], options["feature_map"]) for _, options in measurements]
+    assert measured == [(None, "mlp"), ("model", "mlp"), (None, "exponential")]
+    assert len(list(tmp_path.glob("curves*.json"))) == 3
+    for name, (_, token_dtype) in students.items():
+        assert {x.token_dtype for x in plans[name].layers} == {token_dtype}
+    assert {x.feature_map for x in plans["G"].layers} == {"exponential"}
+    assert all(len(set(x.sizes)) == 1 for x in plans["C"].layers)
 
 
-@pytest.mark.slow
-def test_each_way_to_keep_tokens_has_curves_of_its_own(tmp_path, measurements):
-    students = [
-        {"name": "A"},
-        {"name": "B", "token_dtype": "model"},
-        {"name": "C", "token_dtype": "model", "per_head": False},
-        {"name": "D", "token_dtype": "model", "strategy": "hybrid"},
-        {"name": "E", "token_dtype": "int8", "strategy": "dof", "window": 2},
-        {"name": "F", "strategy": "dof", "window": 2},
-    ]
-    folder = tmp_path / "run"
-    run(recipe(tmp_path, students, ["seeds=[0]"]), folder)
-    assert [options["token_dtype"] for _, options in measurements] == [None, "model"]
-    assert len(list(folder.glob("curves*.json"))) == 2
-    expected = {"a": "int8", "b": "model", "c": "model", "d": "model", "e": "int8", "f": "model"}
-    for name, token_dtype in expected.items():
-        assert {x.token_dtype for x in plan_of(folder, name).layers} == {token_dtype}
-    assert all(len(set(x.sizes)) == 1 for x in plan_of(folder, "c").layers)
-
-
-def test_a_context_lets_layers_stay_softmax(tmp_path, measurements):
+def test_a_context_lets_layers_stay_softmax_and_damaged_curves_are_named(tmp_path, measurements):
     chosen = recipe(tmp_path, [{"name": "Short", "context": 2}, {"name": "Long", "context": 1000}])
     students = Students(chosen, tmp_path)
     short, long = (students.plan(spec) for spec in chosen.students)
     assert not short.converted
     assert long.converted == long.layers
+    (file,) = tmp_path.glob("curves*.json")
+    file.write_text(file.read_text()[:100])
+    with pytest.raises(DoflaError, match=rf"{file.name} is not error curves"):
+        Students(chosen, tmp_path).plan(chosen.students[0])
 
 
 @pytest.mark.parametrize("strategy", ["hybrid", "measured"])
 def test_features_start_from_data_unless_a_student_asks_for_chance(tmp_path, measurements, strategy):
-    students = [{"name": "Data", "strategy": strategy}, {"name": "Random", "strategy": strategy, "start": "random"}]
+    students = [{"name": name, "strategy": strategy, "start": name} for name in ("data", "random")]
     made = Students(recipe(tmp_path, students), tmp_path)
     statistics = {}
     for spec in made.recipe.students:
@@ -150,17 +141,7 @@ def test_features_start_from_data_unless_a_student_asks_for_chance(tmp_path, mea
                 if key.endswith(("_mean", "_std"))
             ]
         statistics[spec.name] = tensors
-    for what, tensor in statistics["Random"]:
+    for what, tensor in statistics["random"]:
         assert (tensor == {"mean": 0, "std": 1}[what]).all()
-    for what, tensor in statistics["Data"]:
+    for what, tensor in statistics["data"]:
         assert not (tensor == {"mean": 0, "std": 1}[what]).any()
-
-
-def test_damaged_curves_are_named(tmp_path, measurements):
-    chosen = recipe(tmp_path, [{"name": "A"}])
-    students = Students(chosen, tmp_path)
-    students.curves(chosen.students[0])
-    (file,) = tmp_path.glob("curves*.json")
-    file.write_text(file.read_text()[:100])
-    with pytest.raises(DoflaError, match=rf"{file.name} is not error curves"):
-        students.plan(chosen.students[0])

@@ -56,13 +56,6 @@ def test_every_budget_is_judged_on_every_text_at_every_length(tiny):
     assert found.smallest(40) is None
 
 
-def test_with_a_target_it_stops_where_it_is_met(tiny):
-    tokens, judged = windows(tiny, 3, 64), {"a": [windows(tiny, 2, 64, seed=9)]}
-    model = tiny.llama()
-    (only,) = frontier(model, tokens, judged, sizes=[12, 24, 48], target=100.0).points
-    assert only.size == size_of(model, 12)
-
-
 def test_heads_that_hold_every_token_are_found_for_each_budget_with_room_for_them(tiny, tokenizer):
     model, tokens = tiny.llama(vocab_size=2048), windows(tiny, 4, 96)
     options = {"context": 192, "retrieval_heads": 1, "tokenizer": tokenizer}
@@ -93,7 +86,11 @@ def test_what_was_found_is_kept(tiny, tmp_path):
     model.save_pretrained(tmp_path / "base")
     model = type(model).from_pretrained(tmp_path / "base")
     judged = {"a": [windows(tiny, 2, 64, seed=9)]}
-    alone = frontier(model, tokens, judged, sizes=[12, 24, 48])
+    alone = frontier(model, tokens, judged, sizes=[12, 24, 48], out=tmp_path / "all")
+    sizes = {str(size_of(model, tokens)) for tokens in (12, 24, 48)}
+    assert {path.name for path in (tmp_path / "all" / ADAPTERS).iterdir()} == sizes
+    (only,) = frontier(model, tokens, judged, sizes=[12, 24, 48], target=100.0).points  # where it is met it stops
+    assert only.size == size_of(model, 12)
     losses = sorted(x.loss for x in alone.points)
     assert losses[0] < losses[1]
     target = (losses[0] + losses[1]) / 2  # that the best alone is within
@@ -109,15 +106,6 @@ def test_what_was_found_is_kept(tiny, tmp_path):
         assert torch.equal(student(ids, use_cache=False).logits, made)
     with pytest.raises(DoflaError, match="out exists already"):
         dofla.frontier(dofla.restore(model), tokens, judged, out=tmp_path / "out")
-
-
-def test_without_a_target_all_students_are_kept(tiny, tmp_path):
-    judged = {"a": [windows(tiny, 2, 64, seed=9)]}
-    model = tiny.llama()
-    frontier(model, windows(tiny, 3, 64), judged, sizes=[12, 24], out=tmp_path / "out")
-    assert sorted(path.name for path in (tmp_path / "out" / ADAPTERS).iterdir()) == sorted(
-        str(size_of(model, tokens)) for tokens in (12, 24)
-    )
 
 
 @pytest.mark.parametrize(
@@ -188,15 +176,13 @@ def test_a_damaged_file(tmp_path):
 
 def test_bad_input(tiny):
     model, tokens = tiny.llama(), windows(tiny, 2, 32)
-    with pytest.raises(DoflaError, match=r"'a' of \[32, 32\] tokens: give each text one set of windows"):
-        dofla.frontier(model, tokens, {"a": [tokens, tokens]})
-    with pytest.raises(DoflaError, match=r"'a' of \[32\] tokens, 'b' of \[\] tokens: give each text"):
-        dofla.frontier(model, tokens, {"a": [tokens], "b": []})
-    with pytest.raises(DoflaError, match="windows to evaluate on: none"):
-        dofla.frontier(model, tokens, {})
-    with pytest.raises(DoflaError, match="no size to try"):
-        frontier(model, tokens, {"a": [tokens]}, sizes=[])
-    with pytest.raises(DoflaError, match="context is 16, and texts have 32 tokens: give as many"):
-        dofla.frontier(model, tokens, {"a": [tokens]}, context=16)
-    with pytest.raises(DoflaError, match="target is 0: give what may be lost, above 0"):
-        dofla.frontier(model, tokens, {"a": [tokens]}, target=0)
+    for texts, options, message in [
+        ({"a": [tokens, tokens]}, {}, r"'a' of \[32, 32\] tokens: give each text one set of windows"),
+        ({"a": [tokens], "b": []}, {}, r"'a' of \[32\] tokens, 'b' of \[\] tokens: give each text"),
+        ({}, {}, "windows to evaluate on: none"),
+        ({"a": [tokens]}, {"sizes": []}, "no size to try"),
+        ({"a": [tokens]}, {"context": 16}, "context is 16, and texts have 32 tokens: give as many"),
+        ({"a": [tokens]}, {"target": 0}, "target is 0: give what may be lost, above 0"),
+    ]:
+        with pytest.raises(DoflaError, match=message):
+            dofla.frontier(model, tokens, texts, **options)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -56,11 +57,8 @@ def test_a_part_of_a_task(tmp_path):
 )
 def test_a_bad_line_is_named(tmp_path, line, words):
     path = written(tmp_path / "bad.jsonl", GOOD, line)
-    with pytest.raises(DoflaError) as raised:
+    with pytest.raises(DoflaError, match=".*".join([str(path), *words])):
         load_task(path)
-    for word in [str(path), *words]:
-        assert word in str(raised.value)
-    assert "\n" not in str(raised.value)
 
 
 def test_bad_files(tmp_path):
@@ -75,28 +73,24 @@ def test_bad_files(tmp_path):
         load_task(written(tmp_path / "a.jsonl", GOOD), style="short")
 
 
-def test_every_known_task_has_a_style():
+@pytest.mark.parametrize(
+    ("style", "context", "second"),
+    [
+        ("question", "Question: Why?\nAnswer:", " not so"),
+        (
+            "letters",
+            "The following are multiple choice questions (with answers) about high school physics.\n\n"
+            "Why?\nA. so\nB. not so\nAnswer:",
+            " B",
+        ),
+        ("passage", "Passage: It is.\nQuestion: Why?\nChoices:\nA. so\nB. not so\nAnswer:", " not so"),
+    ],
+)
+def test_an_item_is_asked_in_the_words_of_its_style(style, context, second):
+    item = Item("Why?", ("so", "not so"), 0, context="It is." if style == "passage" else None)
+    requests = STYLES[style](replace(item, subject="high_school_physics"))
+    assert [tuple(request) for request in requests] == [(context, " A" if second == " B" else " so"), (context, second)]
     assert set(KNOWN.values()) <= set(STYLES)
-
-
-def test_question():
-    first, second = STYLES["question"](Item("Why?", ("so", "not so"), 0))
-    assert first == ("Question: Why?\nAnswer:", " so")
-    assert second.continuation == " not so"
-
-
-def test_lettered_choices():
-    requests = STYLES["letters"](Item("Why?", ("so", "no"), 0, subject="high_school_physics"))
-    assert [request.continuation for request in requests] == [" A", " B"]
-    assert requests[0].context == (
-        "The following are multiple choice questions (with answers) about high school physics.\n\n"
-        "Why?\nA. so\nB. no\nAnswer:"
-    )
-
-
-def test_a_passage_lists_its_choices():
-    (first, _) = STYLES["passage"](Item("Why?", ("so", "no"), 0, context="It is."))
-    assert first == ("Passage: It is.\nQuestion: Why?\nChoices:\nA. so\nB. no\nAnswer:", " so")
 
 
 @pytest.mark.parametrize(
@@ -112,8 +106,5 @@ def test_a_choice_loses_its_capital_amid_a_sentence(question, context):
     first, second = STYLES["blank"](Item(question, ("The car", "Thea"), 0))
     assert first == (context, " was late.")
     assert second.context.endswith("Thea")
-
-
-def test_a_blank_is_needed():
     with pytest.raises(DoflaError, match="item 7 has no blank"):
         STYLES["blank"](Item("Why?", ("a", "b"), 0, id=7))

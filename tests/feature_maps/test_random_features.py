@@ -1,4 +1,4 @@
-"""Performers: their distribution, and the package performer-pytorch."""
+"""Random features: their formula, their distribution, and the package performer-pytorch."""
 
 from __future__ import annotations
 
@@ -12,28 +12,30 @@ from torch.testing import assert_close
 from dofla.attention import naive_attention
 
 
-def test_a_performer_is_its_formula():
-    feature_map, x = make("performer"), vectors(2, 3, 7, 6, dtype=torch.float64)
-    phi = torch.exp(rows(feature_map, x, feature_map.z.double()) - SCALING * x.square().sum(-1, keepdim=True) / 2)
-    assert_close(feature_map.log_query(x, SCALING).exp(), phi / math.sqrt(5))
-    assert_close(feature_map.log_key(x, SCALING).exp(), phi / math.sqrt(5))
+@pytest.mark.parametrize("name", ["prf", "dijiang"])
+def test_random_features_are_their_formula_and_start_with_equal_weights(name):
+    feature_map, x = make(name), vectors(2, 3, 7, 6, dtype=torch.float64)
+    assert (feature_map.log_alpha == torch.zeros(3, 5)).all()
+    with torch.no_grad():
+        feature_map.log_alpha.copy_(vectors(3, 5, seed=1))
+    exponents = rows(feature_map, x, feature_map.z.double()) - SCALING * x.square().sum(-1, keepdim=True) / 2
+    phi = (feature_map.log_alpha.double().exp() / 5).sqrt()[:, None] * exponents.exp()
+    assert_close(feature_map.log_query(x, SCALING).exp(), phi)
+    assert_close(feature_map.log_key(x, SCALING).exp(), phi)
 
 
 def test_a_performer_is_an_untrained_prf():
-    x, prf = vectors(2, 3, 7, 6), make("prf", features=9, seed=4)
-    assert_close(make("performer", features=9, seed=4).log_key(x, SCALING), prf.log_key(x, SCALING), rtol=0, atol=0)
+    x, prf, performer = vectors(2, 3, 7, 6), *(make(name, features=9, seed=4) for name in ("prf", "performer"))
+    assert_close(performer.log_key(x, SCALING), prf.log_key(x, SCALING), rtol=0, atol=0)
+    assert_close(performer.log_query(x, SCALING), prf.log_query(x, SCALING), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("features", [1, 7])
-def test_the_kernel_is_estimated_without_bias(features):
-    assert_unbiased(*estimates("performer", 20000, features))
-
-
-def test_a_mean_over_orthogonal_rows_scatters_less_than_over_independent_ones():
-    """The mean of ``exp(z·x)`` is the estimate of a kernel, up to a factor."""
-    x, orthogonal = 0.3 * vectors(6), make("performer", 20000, 6, 6).z
-    independent = torch.randn(orthogonal.shape, generator=torch.Generator().manual_seed(0))
-    assert torch.exp(orthogonal @ x).mean(-1).var() < 0.95 * torch.exp(independent @ x).mean(-1).var()
+@pytest.mark.parametrize(
+    ("name", "draws", "features"),
+    [*(("prf", 20000, features) for features in (1, 6, 7, 16)), ("dijiang", 5000, 1), ("dijiang", 1000, 16)],
+)
+def test_the_kernel_is_estimated_without_bias(name, draws, features):
+    assert_unbiased(*estimates(name, draws, features))
 
 
 # The package
