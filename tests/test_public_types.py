@@ -9,8 +9,9 @@ import pytest
 
 import dofla
 
-NAMES = [name for name in dofla.__all__ if name not in ("DoflaError", "serving")]
-NAMES += [f"serving.{name}" for name in dofla.serving.__all__]
+SPACES = ("linear", "serving")
+NAMES = [name for name in dofla.__all__ if name not in ("DoflaError", *SPACES)]
+NAMES += [f"{space}.{name}" for space in SPACES for name in getattr(dofla, space).__all__]
 RESULTS = """
 model, tokenizer, text = dofla.demo()
 windows = dofla.token_windows("sample", tokenizer, windows=12)

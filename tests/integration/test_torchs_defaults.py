@@ -26,7 +26,7 @@ def profiled(model, samples):
 
 
 def judged(model, samples):
-    return dofla.frontier(model, samples, {"own": [dofla.TokenWindows(samples)]}, [size_of(model, 48)]).to_dict()
+    return dofla.frontier(model, samples, {"own": [dofla.TokenWindows(samples)]}, sizes=[size_of(model, 48)]).to_dict()
 
 
 def written(model, samples):

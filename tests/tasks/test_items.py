@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 
 from dofla import DoflaError
+from dofla.runs.demo import TASKS
 from dofla.tasks import KNOWN, STYLES, Item, load_task
 
 GOOD = {"question": "Why?", "choices": ["so", "no"], "answer": 1}
@@ -31,6 +32,7 @@ def test_items_names_and_styles(tmp_path):
     assert load_task(written(tmp_path / "a.jsonl", GOOD | {"question": "It _ so"})).style == "blank"
     assert load_task(tmp_path / "a.jsonl", name="logiqa").style == "passage"
     assert load_task(tmp_path / "a.jsonl", style="plain").style == "plain"
+    assert {load_task(path).style for path in TASKS.glob("*.jsonl.gz")} == {"plain"}
 
 
 def test_a_part_of_a_task(tmp_path):

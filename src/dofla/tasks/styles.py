@@ -80,10 +80,12 @@ KNOWN: dict[str, str] = {
     "mmlu": "letters",
 }
 """The paper's seven tasks, and their styles."""
+BUNDLED = dict.fromkeys(("recall_near", "recall_mid", "recall_far", "continuation", "order"), "plain")
+"""The tasks that come with the bundled model."""
 
 
 def style_of(name: str, questions: Sequence[str]) -> str:
     """The style of a known task; otherwise ``blank`` if all questions have exactly one, else ``question``."""
-    if name in KNOWN:
-        return KNOWN[name]
+    if name in KNOWN | BUNDLED:
+        return (KNOWN | BUNDLED)[name]
     return "blank" if all(text.count("_") == 1 for text in questions) else "question"
