@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import pytest
+
 import dofla
+from dofla.attention import compiled
 from dofla.compression.plan import Target, bytes_for
 from dofla.integration.wrapped import unwrapped
+
+FAMILIES = ["gpt2", "llama", *(pytest.param(family, marks=pytest.mark.slow) for family in ("gpt_neox", "opt"))]
+"""Of :data:`tiny_families.CAUSAL`, with learned positions and with rotary ones, and more of both."""
+
+needs_kernels = pytest.mark.skipif(compiled.obstacle() is not None, reason=str(compiled.obstacle()))
 
 
 def size_of(model, tokens, keep_softmax=()):
