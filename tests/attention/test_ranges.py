@@ -87,7 +87,7 @@ def test_features_that_rise_while_others_fall(form):
     assert_right(form, a, 270 * TREND.unsqueeze(-1) * sign + b, value)
 
 
-def prf_input(squared, length=150, head_dim=16, features=32, scaling=0.25):
+def prf_input(squared, length=80, head_dim=16, features=32, scaling=0.25):
     """Vectors with ``scaling · |x|²`` up to ``squared``, and an untrained map."""
     g = torch.Generator().manual_seed(0)
     query, key = (torch.randn(1, heads, length, head_dim, generator=g) for heads in (4, 2))

@@ -29,7 +29,7 @@ from dofla.integration.sites import attention_sites
 from dofla.plans.layers import FeatureLayer, SoftmaxLayer
 
 SHARING = ["gemma3n_text", "gemma4_text"]
-QUICK = ["cohere2", *SHARING, "lfm2_moe", "llama4_text", "mixtral", "phi3", "qwen3_5_text", "stablelm"]
+QUICK = ["cohere2", "gemma4_text", "lfm2_moe", "mixtral", "qwen3_5_text", "stablelm"]
 MORE = [
     "ernie4_5",
     "exaone4",
@@ -42,7 +42,18 @@ MORE = [
     "olmo3",
     "olmoe",
 ]
-MORE += ["phimoe", "qwen2_moe", "qwen3_moe", "qwen3_next", "seed_oss", "smollm3", "starcoder2"]
+MORE += [
+    "gemma3n_text",
+    "llama4_text",
+    "phi3",
+    "phimoe",
+    "qwen2_moe",
+    "qwen3_moe",
+    "qwen3_next",
+    "seed_oss",
+    "smollm3",
+    "starcoder2",
+]
 RECURRENT = ["qwen3_5_text", "qwen3_next"]
 """Of which the states are computed in float32 else."""
 CLOSE = 1e-5

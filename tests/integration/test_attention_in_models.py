@@ -92,7 +92,7 @@ def test_a_family_that_passes_no_scaling_gets_the_customary_one():
     assert_close(dofla_attention(module, query, key, value, None)[0], expected, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("kind", ["exact_window", "exact_sinks"])
+@pytest.mark.parametrize("kind", ["exact_window", pytest.param("exact_sinks", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("family", [*CAUSAL, *ENCODERS, "bart"])
 def test_exact_scores_for_the_whole_text_make_the_student_its_teacher(family, kind):
     model, original = student(family, kind), teacher(family)

@@ -15,7 +15,7 @@ FEW += [("llama", "compressed")]
 in_few_cases = pytest.mark.parametrize(("family", "kind"), FEW)
 """Of what transformers does with caches, which knows no families."""
 
-PIECES = [[1] * 20, [5, 1, 2, 70, 1, 3, 19], *([prefill, 1, 1, 1] for prefill in (2, 63, 64, 65))]
+PIECES = [[1] * 10, [5, 1, 2, 70, 1, 3, 19], *([prefill, 1, 1, 1] for prefill in (2, 63, 64, 65))]
 
 
 @pytest.fixture
