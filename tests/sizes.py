@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import pytest
+
 import dofla
+from dofla.attention import compiled
 from dofla.compression.plan import bytes_for
 from dofla.compression.target import Target
 from dofla.integration.wrapped import unwrapped
+
+FAMILIES = ["gpt2", "llama", *(pytest.param(family, marks=pytest.mark.slow) for family in ("gpt_neox", "opt"))]
+"""Of :data:`tiny_families.CAUSAL`, with learned positions and with rotary ones, and more of both."""
+
+needs_kernels = pytest.mark.skipif(compiled.obstacle() is not None, reason=str(compiled.obstacle()))
 
 
 def size_of(model, tokens, keep_softmax=()):

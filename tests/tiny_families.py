@@ -5,8 +5,11 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from functools import cache
+from itertools import cycle
 
+import pytest
 import torch
+from sizes import compress
 from transformers import (
     AutoModel,
     AutoModelForCausalLM,
@@ -15,10 +18,7 @@ from transformers import (
     AutoModelForSeq2SeqLM,
     BartConfig,
     BertConfig,
-    BloomConfig,
-    DeepseekV32Config,
     DiffLlamaConfig,
-    FalconConfig,
     FalconH1Config,
     Gemma2Config,
     Gemma3TextConfig,
@@ -42,6 +42,7 @@ from transformers import (
 )
 
 import dofla
+from dofla.feature_maps import FEATURE_MAPS
 from dofla.integration.sites import attention_sites
 from dofla.plans.layers import FeatureLayer, SoftmaxLayer
 
@@ -54,6 +55,8 @@ _SIZE = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "i
 _BASE = {**_ANY, **_SIZE, "intermediate_size": 48, "max_position_embeddings": POSITIONS}
 _GROUPED = {**_BASE, "num_key_value_heads": 2}
 _GPT = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": POSITIONS, "initializer_range": 0.2, **_ANY}
+_GPT |= dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0)
+_OPT = {**_ANY, **_SIZE, "ffn_dim": 48, "word_embed_proj_dim": 32, "max_position_embeddings": POSITIONS, "dropout": 0.0}
 _SLIDING = {"head_dim": 12, "sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"], **_GROUPED}
 
 CAUSAL: dict[str, Callable[[], PreTrainedConfig]] = {
@@ -64,13 +67,13 @@ CAUSAL: dict[str, Callable[[], PreTrainedConfig]] = {
     "qwen3": lambda: Qwen3Config(head_dim=12, **_GROUPED),
     "mistral": lambda: MistralConfig(sliding_window=None, **_GROUPED),
     "phi": lambda: PhiConfig(**_BASE),
-    "opt": lambda: OPTConfig(**_ANY, **_SIZE, ffn_dim=48, word_embed_proj_dim=32, max_position_embeddings=POSITIONS),
+    "opt": lambda: OPTConfig(**_OPT),
     "gemma": lambda: GemmaConfig(head_dim=12, **_GROUPED),
     "olmo2": lambda: Olmo2Config(**_GROUPED),
-    "bert_decoder": lambda: BertConfig(is_decoder=True, **_BASE),
+    "bert_decoder": lambda: BertConfig(is_decoder=True, hidden_dropout_prob=0, attention_probs_dropout_prob=0, **_BASE),
     "gemma3": lambda: Gemma3TextConfig(**_SLIDING),
 }
-"""Decoders that can be linearized; in gemma3 every other layer has a sliding window and stays as it is."""
+"""Decoders that can be linearized, without dropout; in gemma3 every other layer has a window and stays as it is."""
 
 _BART = {"d_model": 32, "vocab_size": VOCABULARY, "max_position_embeddings": POSITIONS, "init_std": 0.2}
 _BART |= {f"{side}_{what}": n for side in ("encoder", "decoder") for what, n in (("layers", 2), ("ffn_dim", 48))}
@@ -85,29 +88,10 @@ _OTHERS: dict[str, tuple[type, Callable[[], PreTrainedConfig]]] = {
     ),
     "splinter": (AutoModel, lambda: SplinterConfig(**_BASE)),
     "diffllama": (AutoModelForCausalLM, lambda: DiffLlamaConfig(**_GROUPED)),
-    "deepseek_v32": (
-        AutoModelForCausalLM,
-        lambda: DeepseekV32Config(
-            **_BASE,
-            kv_lora_rank=8,
-            q_lora_rank=8,
-            qk_rope_head_dim=4,
-            qk_nope_head_dim=8,
-            v_head_dim=8,
-            n_routed_experts=4,
-            num_experts_per_tok=2,
-            moe_intermediate_size=16,
-            n_group=1,
-            topk_group=1,
-            num_key_value_heads=4,
-        ),
-    ),
     "falcon_h1": (
         AutoModelForCausalLM,
         lambda: FalconH1Config(mamba_d_ssm=32, mamba_n_heads=4, mamba_d_head=8, mamba_d_state=8, **_GROUPED),
     ),
-    "bloom": (AutoModelForCausalLM, lambda: BloomConfig(hidden_size=32, n_layer=2, n_head=4, **_ANY)),
-    "falcon": (AutoModelForCausalLM, lambda: FalconConfig(**_ANY, **_SIZE)),
     "gemma2": (AutoModelForCausalLM, lambda: Gemma2Config(**_SLIDING)),
     "gpt_oss": (
         AutoModelForCausalLM,
@@ -144,8 +128,10 @@ def plan_for(model: PreTrainedModel, kind: str = "plain") -> dofla.linear.Plan:
     Kinds: ``plain``, one number of features; ``ragged``, features, window and sinks not the same for all KV heads;
     ``eight_bits``, the same with exact tokens in eight bits; ``exact_window``, ``exact_sinks``, a window or sinks for
     all of any text; ``softmax_first``, ``softmax_last`` and ``all_softmax``, plain but for the first, the last or all
-    layers. What cannot be linear is kept softmax in all.
+    layers; and any of them with another feature map, as in ``ragged/performer``. What cannot be linear is kept softmax
+    in all.
     """
+    kind, _, feature_map = kind.partition("/")
     sites = list(attention_sites(model).values())
     last = len(sites) - 1
     kept = {"softmax_first": {0}, "softmax_last": {last}, "all_softmax": set(range(len(sites)))}.get(kind, set())
@@ -164,7 +150,8 @@ def plan_for(model: PreTrainedModel, kind: str = "plain") -> dofla.linear.Plan:
             "exact_window": {"features": ragged, "window": POSITIONS},
             "exact_sinks": {"features": ragged, "sinks": POSITIONS},
         }
-        layers.append(FeatureLayer(*shape, **options.get(kind, {"features": 8})))
+        own = options.get(kind, {"features": 8})
+        layers.append(FeatureLayer(*shape, **own, feature_map=feature_map or "prf"))
     return dofla.linear.Plan(layers, model=type(model).__name__)
 
 
@@ -179,12 +166,14 @@ def student(family: str, kind: str = "plain") -> PreTrainedModel:
 
 
 def own_student(family: str, kind: str = "plain") -> PreTrainedModel:
-    """A linearized model the caller may change.
+    """A linearized model the caller may change, or with the kind ``compressed`` one with a compressed cache.
 
-    Those that keep eight bits are in float64: where two ways to the same number differ in its last digit, they may
-    differ by a whole step of the eight bits after rounding.
+    Those that keep eight bits or codes are in float64: where two ways to the same number differ in its last digit, they
+    may differ by a whole step after rounding.
     """
     model = teacher(family)
+    if kind == "compressed":
+        return compress(model.double(), tokens(4, 48), tokens=48, head_budgets="even")
     model = model.double() if kind == "eight_bits" else model
     return dofla.linear.linearize(model, plan_for(model, kind))
 
@@ -195,8 +184,34 @@ def tokens(batch: int, length: int, seed: int = 1) -> torch.Tensor:
     return torch.randint(1, VOCABULARY, (batch, length), generator=generator)
 
 
+def inputs(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """Two pictures, or two texts of which the first is padded on its right."""
+    if model.main_input_name == "pixel_values":
+        return {"pixel_values": torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))}
+    mask = torch.ones(2, 20, dtype=torch.long)
+    mask[0, 13:] = 0
+    extra = {"decoder_input_ids": tokens(2, 9)} if model.config.is_encoder_decoder else {}
+    return {"input_ids": tokens(2, 20), "attention_mask": mask, **extra}
+
+
+def padded(lengths: tuple[int, ...], side: str) -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor]:
+    """Random sequences of these lengths, and the batch of them with its mask, padded on this side to the longest."""
+    ids, mask = torch.zeros(2, len(lengths), max(lengths), dtype=torch.long)
+    alone = [tokens(1, length, seed=length) for length in lengths]
+    for row, sequence in enumerate(alone):
+        length = sequence.shape[1]
+        place = slice(max(lengths) - length, None) if side == "left" else slice(length)
+        ids[row, place], mask[row, place] = sequence[0], 1
+    return alone, ids, mask
+
+
+MAPS = sorted(set(FEATURE_MAPS) - {"prf", "none"})
+"""All feature maps but the positive random features that nearly all tests run with."""
+
 CASES = [
-    *[(family, "plain") for family in CAUSAL],
+    *[(family, f"plain/{name}") for family, name in zip(CAUSAL, cycle(["prf", *MAPS]), strict=False)],
+    *[(family, "compressed") for family in ("gpt2", "llama")],
+    *[pytest.param(family, "compressed", marks=pytest.mark.slow) for family in ("gpt_neox", "opt")],
     *[(family, "ragged") for family in ("gpt2", "gpt_neox", "llama", "opt")],
     *[(family, "eight_bits") for family in ("gpt2", "llama", "opt", "bert_decoder")],
     *[(family, kind) for family in ("gpt2", "llama", "bert_decoder") for kind in ("softmax_first", "softmax_last")],

@@ -149,7 +149,8 @@ def error_of(heads, query, key, value):
     if query.dtype == torch.bfloat16:
         half = torch.finfo(query.dtype).eps / 2  # of each factor, and of what comes out
         of_scores, of_averages = of_scores + 4 * 2**0.5 * half * spread, of_averages + 3 * half
-    return (math.expm1(2 * of_scores) + of_averages) * unrotated
+    of_weights = math.expm1(min(2 * of_scores, 700))  # so large a bound asks nothing, and float64 holds no more
+    return (of_weights + of_averages) * unrotated
 
 
 def _pairs(query, key):

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from sizes import needs_kernels
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -24,8 +25,6 @@ from dofla.attention import (
     recurrent,
 )
 from dofla.attention.state import Tensors
-
-needs_kernels = pytest.mark.skipif(compiled.obstacle() is not None, reason=str(compiled.obstacle()))
 
 
 class Affines(torch.nn.Module):
@@ -52,11 +51,8 @@ class Opaque:
     """The log-features of another map, which does not tell that it is affine."""
 
     def __init__(self, features_map):
-        self.features, self.log_query, self.log_key = (
-            features_map.features,
-            features_map.log_query,
-            features_map.log_key,
-        )
+        self.features, self.log_query = features_map.features, features_map.log_query
+        self.log_key = features_map.log_key
 
 
 @dataclass
@@ -177,19 +173,20 @@ def threads(count: int):
 
 
 class KernelCalls(TorchDispatchMode):
-    """What ran while this was entered: names of our compiled kernels, and of torch's operations that attention in plain
-    torch is made of."""
+    """What ran while this was entered: calls of our compiled kernels and their names, and names of torch's operations
+    that attention in plain torch is made of."""
 
     ARITHMETIC = frozenset({"exp", "_softmax", "logsumexp", "sigmoid", "logaddexp"})
 
     def __init__(self):
         super().__init__()
-        self.names, self.plain = set(), set()
+        self.names, self.plain, self.calls = set(), set(), []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = func._schema.name.split("::")[1]
         if func.namespace == "dofla":
             self.names.add(name)
+            self.calls.append((func, args, kwargs or {}))
         elif name in self.ARITHMETIC:
             self.plain.add(name)
         return func(*args, **(kwargs or {}))

@@ -83,43 +83,40 @@ def finish(process: subprocess.Popen) -> tuple[float, str, str]:
     return float(total), obstacle, err
 
 
-def test_the_switch_turns_the_kernels_off(fresh, monkeypatch, caplog):
-    monkeypatch.setenv(SWITCH, "0")
-    assert compiled.obstacle() == "switched off by DOFLA_KERNELS=0"
+def on_platform(patch, machine, system):
+    patch.setattr(platform, "machine", lambda: machine)
+    patch.setattr(platform, "system", lambda: system)
+
+
+def without_compiler(patch):
+    patch.setattr(shutil, "which", lambda name, **options: None)
+
+
+def without_ninja(patch):
+    patch.setattr(shutil, "which", lambda name, **options: "/usr/bin/c++" if name == "c++" else None)
+    patch.setattr(importlib.util, "find_spec", lambda name: None)
+
+
+NOT_MADE_FOR = "made for x86-64 and ARM Linux (aarch64), not"
+OBSTACLES = [
+    (lambda patch: patch.setenv(SWITCH, "0"), "switched off by DOFLA_KERNELS=0"),
+    (lambda patch: on_platform(patch, "riscv64", "Linux"), f"{NOT_MADE_FOR} riscv64 Linux"),
+    (lambda patch: on_platform(patch, "arm64", "Darwin"), f"{NOT_MADE_FOR} arm64 Darwin"),
+    (lambda patch: on_platform(patch, "AMD64", "Windows"), f"{NOT_MADE_FOR} AMD64 Windows"),
+    pytest.param(without_compiler, "no C++ compiler found", marks=needs_linux),
+    pytest.param(lambda patch: patch.setenv("CXX", "no-such-compiler"), "no C++ compiler found", marks=needs_linux),
+    pytest.param(without_ninja, "ninja is not installed: pip install 'dofla[cpu]'", marks=needs_linux),
+]
+
+
+@pytest.mark.parametrize(("hinder", "obstacle"), OBSTACLES)
+def test_where_kernels_cannot_be_built_the_reason_is_said_and_torch_does_the_work(
+    fresh, monkeypatch, caplog, hinder, obstacle
+):
+    hinder(monkeypatch)
+    assert compiled.obstacle() == obstacle
     assert_attention_is_plain_torch()
     assert not caplog.records
-    assert left_in(fresh) == []
-
-
-@pytest.mark.parametrize(("machine", "system"), [("riscv64", "Linux"), ("arm64", "Darwin"), ("AMD64", "Windows")])
-def test_other_platforms_are_not_tried(fresh, monkeypatch, machine, system):
-    monkeypatch.setattr(platform, "machine", lambda: machine)
-    monkeypatch.setattr(platform, "system", lambda: system)
-    assert compiled.obstacle() == f"made for x86-64 and ARM Linux (aarch64), not {machine} {system}"
-    assert_attention_is_plain_torch()
-    assert left_in(fresh) == []
-
-
-@needs_linux
-def test_without_a_compiler_the_reason_says_so(fresh, monkeypatch):
-    monkeypatch.setattr(shutil, "which", lambda name, **options: None)
-    assert compiled.obstacle() == "no C++ compiler found"
-    assert_attention_is_plain_torch()
-    assert left_in(fresh) == []
-
-
-@needs_linux
-def test_a_compiler_named_by_the_user_that_is_not_there_is_no_compiler(fresh, monkeypatch):
-    monkeypatch.setenv("CXX", "no-such-compiler")
-    assert compiled.obstacle() == "no C++ compiler found"
-
-
-@needs_linux
-def test_without_ninja_the_reason_says_how_to_get_it(fresh, monkeypatch):
-    monkeypatch.setattr(shutil, "which", lambda name, **options: "/usr/bin/c++" if name == "c++" else None)
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert compiled.obstacle() == "ninja is not installed: pip install 'dofla[cpu]'"
-    assert_attention_is_plain_torch()
     assert left_in(fresh) == []
 
 
@@ -127,44 +124,38 @@ def failures(caplog) -> list[logging.LogRecord]:
     return [record for record in caplog.records if "could not be built" in record.getMessage()]
 
 
+def failing_compiler(patch, folder):
+    patch.setenv("CXX", "/bin/false")
+
+
+def broken_source(patch, folder):
+    source = folder.parent / f"{folder.name}.cpp"
+    source.write_text("this is no C++\n", encoding="utf-8")
+    patch.setattr(build, "_sources", lambda: [source])
+
+
+def cache_that_is_a_file(patch, folder):
+    (folder / "a file").touch()
+    patch.setenv("XDG_CACHE_HOME", str(folder / "a file"))
+
+
+def damaged_library(patch, folder):
+    build.cache_folder().mkdir(parents=True)
+    (build.cache_folder() / "dofla_kernels.so").write_bytes(b"half of a library")
+
+
 @can_build
-@pytest.mark.parametrize("fault", ["a compiler that fails", "a source with an error"])
-def test_a_failing_build_is_told_once_and_leaves_nothing(fresh, monkeypatch, caplog, tmp_path_factory, fault):
+@pytest.mark.parametrize("fault", [failing_compiler, broken_source, cache_that_is_a_file, damaged_library])
+def test_a_failing_build_is_told_once_and_leaves_nothing(fresh, monkeypatch, caplog, fault):
     path = os.environ["PATH"]
-    if fault == "a compiler that fails":
-        monkeypatch.setenv("CXX", "/bin/false")
-    else:
-        source = tmp_path_factory.mktemp("source") / "broken.cpp"
-        source.write_text("this is no C++\n", encoding="utf-8")
-        monkeypatch.setattr(build, "_sources", lambda: [source])
+    fault(monkeypatch, fresh)
+    before = left_in(fresh)
     for _ in range(3):
         assert_attention_is_plain_torch()
     assert compiled.obstacle().startswith("building failed: ")
     assert len(failures(caplog)) == 1
-    assert left_in(fresh) == []
+    assert left_in(fresh) == before
     assert os.environ["PATH"] == path
-
-
-@can_build
-def test_a_cache_that_cannot_be_written_is_told_once(fresh, monkeypatch, caplog):
-    blocked = fresh / "a file"
-    blocked.touch()
-    monkeypatch.setenv("XDG_CACHE_HOME", str(blocked))
-    assert_attention_is_plain_torch()
-    assert_attention_is_plain_torch()
-    assert compiled.obstacle().startswith("building failed: ")
-    assert len(failures(caplog)) == 1
-
-
-@can_build
-def test_a_damaged_library_is_told_once(fresh, caplog):
-    folder = build.cache_folder()
-    folder.mkdir(parents=True)
-    (folder / "dofla_kernels.so").write_bytes(b"half of a library")
-    assert_attention_is_plain_torch()
-    assert_attention_is_plain_torch()
-    assert compiled.obstacle().startswith("building failed: ")
-    assert len(failures(caplog)) == 1
 
 
 @can_build

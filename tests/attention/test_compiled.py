@@ -87,7 +87,7 @@ def assert_states_agree(got: HybridState, expected: HybridState, value: torch.Te
                 assert torch.equal(a, b), name
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     seed=st.integers(0, 2**31), shape=SHAPES, length=LENGTHS, with_maps=st.booleans(), count=st.sampled_from([1, 2, 3])
 )
@@ -109,7 +109,7 @@ def test_the_linear_kernel_is_the_oracle(seed, shape, length, with_maps, count):
     assert_states_agree(HybridState(state), HybridState(naive_state(b, value.double(), log_weight)), s.value)
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     seed=st.integers(0, 2**31),
     shape=SHAPES,
@@ -167,19 +167,6 @@ def test_calls_done_in_segments_are_the_oracle(options, pad, monkeypatch):
 
 
 @HYBRIDS
-@pytest.mark.parametrize("length", [1, 40, 150])
-@pytest.mark.parametrize("wrapped", [False, True])
-def test_kernels_agree_with_plain_torch(wrapped, length, options):
-    s = sample(3, batch=2, heads=2, groups=2, length=length, head_dim=16, features=37, pad="fractional")
-    features = Opaque(s.features) if wrapped else s.features
-    options = {"scaling": SCALING, "weight": s.weight, **options}
-    out, state = attend(*s.vectors, features, **options)
-    expected, after = plainly(*s.vectors, features, **options)
-    assert error(out, expected, s.value) < 1e-5
-    assert_states_agree(state, after, s.value)
-
-
-@HYBRIDS
 def test_kernels_are_taken_for_float32_and_half_precisions(options):
     s = sample(4, heads=2, groups=2)
     assert calls_of(*s.vectors, s.features, scaling=SCALING, **options).alone
@@ -212,46 +199,22 @@ def test_kernels_are_not_taken_where_they_cannot_be(options, monkeypatch):
 
 
 @HYBRIDS
-@pytest.mark.parametrize("which", ["query", "key", "value"])
-def test_gradients_are_those_of_plain_torch(which, options):
-    s = sample(7, heads=2, groups=2, pad="left")
-    leaf = getattr(s, which).requires_grad_()
-    options = {"scaling": SCALING, "weight": s.weight, **options}
-    ours, theirs = (call(*s.vectors, s.features, **options)[0] for call in (attend, plainly))
-    probe = torch.randn(ours.shape, generator=torch.Generator().manual_seed(0))
-    ours, theirs = (torch.autograd.grad((out * probe).sum(), leaf)[0] for out in (ours, theirs))
-    assert theirs.abs().max() > 0
-    torch.testing.assert_close(ours, theirs)
-
-
-def _gradient(out, leaf):
-    return torch.autograd.grad(out.square().sum(), leaf, materialize_grads=True)[0]
-
-
-@HYBRIDS
-def test_gradients_reach_the_state(options):
-    s = sample(8, heads=2, groups=2, length=30)
-    options = {"scaling": SCALING, **options}
-    _, before = attend(*s.vectors, s.features, **options)
-    for index in range(len(everything(before))):
-        leaves = [t.clone() for t in everything(before)]
-        leaves[index].requires_grad_()
-        parts = iter(leaves)
-        state = before.map(lambda t, parts=parts: next(parts))
-        ours, theirs = (call(*s.vectors, s.features, state=state, **options)[0] for call in (attend, plainly))
-        ours, theirs = (_gradient(out, leaves[index]) for out in (ours, theirs))
-        assert theirs.abs().max() > 0
-        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
-
-
-@HYBRIDS
-def test_gradients_reach_the_key_weights(options):
-    s = sample(9, heads=2, groups=2, length=30)
-    weight = torch.linspace(0.1, 1, 30).unsqueeze(0).requires_grad_()
-    options = {"scaling": SCALING, "weight": weight, **options}
-    ours, theirs = (call(*s.vectors, s.features, **options)[0] for call in (attend, plainly))
-    ours, theirs = (_gradient(out, weight) for out in (ours, theirs))
-    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+def test_gradients_are_those_of_plain_torch(options):
+    """Each of a tensor that alone asks for them: a vector, key weights, or a part of the state."""
+    s = sample(7, heads=2, groups=2, length=30)
+    _, before = attend(*s.vectors, s.features, scaling=SCALING, **options)
+    tensors = [*s.vectors, torch.linspace(0.1, 1, 30).unsqueeze(0), *everything(before)]
+    for index in range(len(tensors)):
+        leaves = [t.clone().requires_grad_(n == index) for n, t in enumerate(tensors)]
+        *vectors, weight = leaves[:4]
+        parts, gradients = leaves[4:], []
+        for call in (attend, plainly):
+            left = iter(parts)
+            state = before.map(lambda _, left=left: next(left))
+            out, _ = call(*vectors, s.features, scaling=SCALING, weight=weight, state=state, **options)
+            gradients.append(torch.autograd.grad(out.square().sum(), leaves[index])[0])
+        assert gradients[1].abs().max() > 0
+        torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-4)
 
 
 @HYBRIDS
@@ -281,27 +244,20 @@ def _columns_first(t):
     return t.mT.contiguous().mT
 
 
+def _one_token_for_all(t):
+    return t[:, :, :1].expand_as(t)
+
+
 @HYBRIDS
-@pytest.mark.parametrize("view", [_heads_last, _every_second, _inside_wider_rows, _columns_first])
+@pytest.mark.parametrize("view", [_heads_last, _every_second, _inside_wider_rows, _columns_first, _one_token_for_all])
 def test_strided_views_give_the_same_as_contiguous_tensors(view, options):
     s = sample(11, batch=2, heads=2, groups=2, length=150, head_dim=20)
-    expected, after = attend(*s.vectors, s.features, scaling=SCALING, **options)
     views = [view(t) for t in s.vectors]
     assert not any(t.is_contiguous() for t in views)
+    expected, after = attend(*(t.contiguous() for t in views), s.features, scaling=SCALING, **options)
     out, state = attend(*views, s.features, scaling=SCALING, **options)
     assert error(out, expected, s.value) < 1e-5
     assert_states_agree(state, after, s.value)
-
-
-@HYBRIDS
-@pytest.mark.parametrize("which", [0, 1, 2])
-def test_one_token_expanded_to_many_is_many_equal_tokens(which, options):
-    s = sample(12, batch=2, heads=2, groups=2, length=150)
-    tensors = list(s.vectors)
-    tensors[which] = tensors[which][:, :, :1].expand(-1, -1, 150, -1)
-    out, _ = attend(*tensors, s.features, scaling=SCALING, **options)
-    expected, _ = attend(*(t.contiguous() for t in tensors), s.features, scaling=SCALING, **options)
-    assert error(out, expected, s.value) < 1e-6
 
 
 @HYBRIDS

@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from compressed_heads import MOST, SIZE, heads_of, padded, step, vectors
-from forms import needs_kernels, sample
+from forms import KernelCalls, needs_kernels, sample
 from torch._dynamo.testing import CompileCounterWithBackend
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from dofla.attention import FeatureState, TokenBuffer, compiled
 from dofla.attention.exact import ExactPart
@@ -15,22 +14,9 @@ from dofla.attention.exact import ExactPart
 pytestmark = needs_kernels
 
 
-class Calls(TorchDispatchMode):
-    """Arguments of our operators' calls."""
-
-    def __init__(self):
-        super().__init__()
-        self.found = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.namespace == "dofla":
-            self.found.append((func, args, kwargs or {}))
-        return func(*args, **(kwargs or {}))
-
-
-def check(calls: Calls, count: int) -> None:
-    assert len(calls.found) == count
-    for func, args, kwargs in calls.found:
+def check(calls: KernelCalls, count: int) -> None:
+    assert len(calls.calls) == count
+    for func, args, kwargs in calls.calls:
         torch.library.opcheck(func, args, kwargs)
 
 
@@ -41,7 +27,7 @@ def test_read_compressed_returns_what_it_says_it_does(sizes, dtype):
     heads = heads_of(0, sizes)
     inputs, weight = vectors(1, heads, 2, 2, 12, dtype), padded([3, 0], 12)
     _, state = step(heads, [x[:, :, :9] for x in inputs], None, weight[:, :9])
-    with Calls() as calls:
+    with KernelCalls() as calls:
         step(heads, [x[:, :, 9:] for x in inputs], state, weight[:, 9:])
         step(heads, [x[:, :, 9:10] for x in inputs], state)
     check(calls, 2)
@@ -53,7 +39,7 @@ def test_linear_attention_returns_what_it_says_it_does(length):
     line = TokenBuffer(given.key, given.value, given.log_weight)
     state = FeatureState.empty(2, 2, given.features.features, given.value.shape[-1])
     exact = ExactPart(given.query, line, 1, TokenBuffer.empty(given.key, given.value, 2), torch.zeros(2, 2).long(), 0.3)
-    with Calls() as calls:
+    with KernelCalls() as calls:
         compiled.linear_attention(given.query, line, state, given.features.affine(0.3, torch.float32), exact)
     check(calls, 1)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import pytest
 import torch
@@ -16,7 +15,7 @@ FEATURES, VALUE_DIM = 8, 4
 DECODING = pytest.mark.parametrize("form", [form for form in FORMS if form.id != "chunked"])
 
 
-def drift(form, a, b, value, after_each=lambda state: state):
+def drift(form, a, b, value):
     """Largest relative errors of outputs (values are positive) and of masses, a token at a time, seen ten times."""
     state = FeatureState.empty(*b.shape[:2], FEATURES, VALUE_DIM)
     seen = {}
@@ -24,7 +23,6 @@ def drift(form, a, b, value, after_each=lambda state: state):
     for i in range(steps):
         here = slice(i, i + 1)
         out, normalizer, state = form(a[:, :, here], b[:, :, here], value[:, :, here], state=state)
-        state = after_each(state)
         if (i + 1) % (steps // 10) == 0:
             seen[i] = out, normalizer, state.log_mass
     of_output = of_mass = 0.0
@@ -69,19 +67,7 @@ def one_huge_key_then_many_tiny_ones():
     return torch.zeros(1, 1, STEPS + 1, FEATURES), b, value
 
 
-def in_float32(state):
-    return replace(state, log_mass=state.log_mass.float().double())
-
-
 @DECODING
 def test_many_tiny_keys_are_not_lost_beside_a_huge_one(form):
     of_output, of_mass = drift(form, *one_huge_key_then_many_tiny_ones())
     assert max(of_output, of_mass) < sum_error(1, LEVEL)  # the normalizer, in float32, is rounded twice
-
-
-@DECODING
-def test_with_a_float32_log_mass_the_tiny_keys_would_be_lost(form):
-    """So the test before can fail: of the tiny keys, half the mass, nothing arrives."""
-    of_output, of_mass = drift(form, *one_huge_key_then_many_tiny_ones(), after_each=in_float32)
-    assert of_mass > 0.3
-    assert of_output > 0.1

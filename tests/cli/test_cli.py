@@ -12,8 +12,7 @@ import pytest
 import torch
 import yaml
 from command_line import call
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from word_tokenizers import WORDS, word_tokenizer
 
 from dofla.plans.curves import Curves
 from dofla.plans.layers import SoftmaxLayer
@@ -21,19 +20,13 @@ from dofla.plans.plan import Plan
 from dofla.runs.comparison import model_row
 from dofla.runs.view import View
 
-WORDS = [f"w{n}" for n in range(60)]
-
 
 @pytest.fixture(scope="module")
 def home(tiny, tmp_path_factory):
     """A folder with a tiny model, its tokenizer, and text."""
     folder = tmp_path_factory.mktemp("cli")
     tiny.llama(bos_token_id=0, eos_token_id=0).save_pretrained(folder / "model")
-    vocabulary = {word: n for n, word in enumerate(["<end>", "<unk>", *WORDS])}
-    raw = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    raw.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw, bos_token="<end>", eos_token="<end>", unk_token="<unk>")
-    tokenizer.save_pretrained(folder / "model")
+    word_tokenizer(bos_token="<end>", eos_token="<end>").save_pretrained(folder / "model")
     generator = torch.Generator().manual_seed(0)
     documents = [" ".join(WORDS[i] for i in torch.randint(60, (40,), generator=generator)) for _ in range(60)]
     (folder / "text.txt").write_text("\n\n".join(documents))

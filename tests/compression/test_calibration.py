@@ -112,28 +112,16 @@ def test_another_model_is_refused_and_other_weights_are_told(tiny, calibration, 
         assert "the calibration was made with other weights of LlamaForCausalLM" in caplog.text
 
 
-def _without_a_tensor(tensors, metadata):
-    tensors.pop(f"{FIRST}:keys.total")
-
-
-def _of_another_format(tensors, metadata):
-    metadata["format"] = "0"
-
-
-def _with_an_unknown_field(tensors, metadata):
-    metadata["calibration"] = json.dumps(json.loads(metadata["calibration"]) | {"color": "red"})
-
-
-def _not_json(tensors, metadata):
-    metadata["calibration"] = "{"
-
-
-def _not_a_number(tensors, metadata):
-    tensors[f"{FIRST}:keys.total"][0, 0] = torch.nan
-
-
 @pytest.mark.parametrize(
-    "damage", [_without_a_tensor, _of_another_format, _with_an_unknown_field, _not_json, _not_a_number]
+    "damage",
+    [
+        lambda tensors, metadata: tensors.pop(f"{FIRST}:keys.total"),
+        lambda tensors, metadata: tensors[f"{FIRST}:keys.total"].fill_(torch.nan),
+        lambda tensors, metadata: metadata.update(format="0"),
+        lambda tensors, metadata: metadata.update(calibration="{"),
+        lambda tensors, metadata: metadata.update(calibration=metadata["calibration"].replace("{", '{"color": 1, ', 1)),
+    ],
+    ids=["a tensor missing", "no number", "another format", "no JSON", "an unknown field"],
 )
 def test_a_damaged_file_is_one_line_that_names_it(calibration, tmp_path, damage):
     path = tmp_path / "calibration.safetensors"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from sizes import compress
+from sizes import FAMILIES, compress
 from tiny_families import teacher, tokens
 
 import dofla
@@ -13,8 +13,6 @@ from dofla.compression.directions import measure_directions
 from dofla.integration.converted import Converted
 from dofla.integration.recorder import recording, run_body
 from dofla.integration.sites import attention_sites
-
-FAMILIES = ["gpt2", "gpt_neox", "llama", "opt"]
 
 
 def test_moments_are_those_of_all_tokens_of_the_windows(tiny):

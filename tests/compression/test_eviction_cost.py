@@ -45,12 +45,10 @@ def moved(model, name, head, by):
         yield
 
 
-@pytest.mark.parametrize("place", [1, 2])
-def test_costs_are_slopes_of_the_loss(tiny, place):
+def test_costs_are_slopes_of_the_loss(tiny):
     # Of the last layer, whose gradient passes through no other attention: that of softmax stands in for it.
     model = tiny.llama(num_hidden_layers=3).double()
-    tokens, name = windows(tiny), "model.layers.2.self_attn"
-    kept = ["model.layers.0.self_attn"] if place == 1 else []
+    tokens, name, kept = windows(tiny), "model.layers.2.self_attn", ["model.layers.0.self_attn"]
     found = dofla.calibrate(model, tokens, keep_softmax=kept, context=96)
     assert name in found.costs
     assert not found.costs.keys() & set(kept)

@@ -6,7 +6,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from sizes import compress
+from sizes import FAMILIES, compress
 from tiny_families import teacher, tokens
 from transformers import DynamicCache
 
@@ -16,8 +16,6 @@ from dofla.errors import DoflaError
 from dofla.evaluation.language import next_token_figures
 from dofla.integration.converted import Converted
 from dofla.integration.interface import dofla_attention, softmax_attention
-
-FAMILIES = ["gpt2", "gpt_neox", "llama", "opt"]
 
 
 def compressed(model, slots=48, **options):
@@ -107,7 +105,8 @@ def test_gradients_of_calls_with_a_cache_are_those_of_one_pass(family):
         assert (one - found[1][name]).norm() <= 1e-9 * one.norm() + 1e-12
 
 
-@pytest.mark.parametrize(("family", "checkpointing"), [*((family, False) for family in FAMILIES), ("llama", True)])
+@pytest.mark.parametrize("checkpointing", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_trained_end_to_end_it_comes_closer(family, checkpointing):
     model, windows = compressed(teacher(family), 16), TokenWindows.of(tokens(8, 90))
 

@@ -1,98 +1,32 @@
-"""Models with a compressed cache: made at once, and used like any other model."""
+"""Models with a compressed cache: what they keep, and what is refused; they are used like any other model in
+tests/integration."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 from arithmetic import LOGITS, sum_error
-from sizes import compress
+from sizes import FAMILIES, compress, needs_kernels
 from tiny_families import teacher, tokens
 from transformers import AutoModelForCausalLM, DynamicCache
 
 import dofla
 from dofla.attention import compiled
 from dofla.errors import DoflaError
-from dofla.integration.cache import cache_bytes
 from dofla.integration.converted import Converted
-
-needs_kernels = pytest.mark.skipif(compiled.obstacle() is not None, reason=str(compiled.obstacle()))
-FAMILIES = ["gpt2", "gpt_neox", "llama", "opt"]
-
-
-@pytest.fixture(
-    params=[
-        pytest.param(family, marks=pytest.mark.slow) if family in ("gpt_neox", "opt") else family for family in FAMILIES
-    ]
-)
-def model(request):
-    # In float64: two ways to the same number may end on two sides of a step of a code, but hardly there.
-    return teacher(request.param).double()
 
 
 def compressed(model, slots=48):
     return compress(model, tokens(4, 48), slots, head_budgets="even")
 
 
-@torch.no_grad()
-def test_pieces_of_any_length_give_the_logits_of_one_forward_pass(model):
-    student, ids = compressed(model), tokens(2, 120)
-    whole = student(ids, use_cache=False).logits
-    for cuts in ([120], [1] * 120, [7, 1, 50, 1, 1, 60]):
-        cache = DynamicCache(config=student.config)
-        pieces = [student(part, past_key_values=cache, use_cache=True).logits for part in ids.split(cuts, 1)]
-        # Sums of float64, but for decoded tokens, which are float32 in either.
-        torch.testing.assert_close(torch.cat(pieces, 1), whole, rtol=0, atol=1e4 * torch.finfo(torch.float64).eps)
-        assert cache_bytes(cache) > 2 * Converted.of(student).plan.state_bytes(torch.float64)
-
-
-@torch.no_grad()
-def test_left_padded_batches_write_as_single_sequences_do(model):
-    student = compressed(model)
-    options = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
-    alone = [tokens(1, length, seed=length) for length in (33, 70)]
-    ids, mask = torch.zeros(2, 70, dtype=torch.int64), torch.zeros(2, 70, dtype=torch.int64)
-    for row, sequence in enumerate(alone):
-        ids[row, 70 - sequence.shape[1] :], mask[row, 70 - sequence.shape[1] :] = sequence[0], 1
-    together = student.generate(ids, attention_mask=mask, **options)[:, 70:]
-    for row, sequence in enumerate(alone):
-        assert torch.equal(student.generate(sequence, **options)[0, sequence.shape[1] :], together[row])
-
-
-@torch.no_grad()
-def test_beams(model):
-    student, ids = compressed(model), tokens(2, 60)
-    options = {"max_new_tokens": 8, "do_sample": False, "num_beams": 3, "pad_token_id": 0}
-    assert torch.equal(student.generate(ids, **options), student.generate(ids, use_cache=False, **options))
-
-
-@torch.no_grad()
-def test_it_is_saved_and_opened_with_what_was_measured(model, tmp_path):
-    student, ids = compressed(model), tokens(2, 90)
-    wanted = student(ids).logits
-    student.save_pretrained(tmp_path / "student")
-    opened = AutoModelForCausalLM.from_pretrained(tmp_path / "student", dtype=torch.float64)
-    assert torch.equal(opened(ids).logits, wanted)
-    dofla.restore(student).save_pretrained(tmp_path / "base")
-    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float64)
-    dofla.save_adapter(compressed(base), tmp_path / "adapter")
-    assert torch.equal(dofla.load(tmp_path / "adapter", dtype=torch.float64)(ids).logits, wanted)
-
-
-def _not_a_number(coder):
-    coder.back.fill_(torch.nan)
-
-
-def _other_bits(coder):
-    coder.bits[0] = 200
-
-
-def _bits_moved(coder):
-    coder.bits[0] += 1
-
-
 @pytest.mark.parametrize(
     ("damage", "match"),
-    [(_not_a_number, "back holds NaN"), (_other_bits, r"bits of blocks are \[200"), (_bits_moved, "in the mean")],
+    [
+        (lambda coder: coder.back.fill_(torch.nan), "back holds NaN"),
+        (lambda coder: coder.bits[:1].fill_(200), r"bits of blocks are \[200"),
+        (lambda coder: coder.bits[:1].add_(1), "in the mean"),
+    ],
 )
 def test_constants_that_no_coder_has_are_refused(tmp_path, damage, match):
     teacher("llama").save_pretrained(tmp_path / "base")
@@ -108,20 +42,9 @@ def test_constants_that_no_coder_has_are_refused(tmp_path, damage, match):
 
 
 @torch.no_grad()
-def test_a_saved_prompt_goes_on(model, tmp_path):
-    student, document = compressed(model), tokens(1, 100)
-    dofla.serving.save_state(
-        dofla.serving.read_prompt(student, document, chunk=17), document, tmp_path / "state", student
-    )
-    prompt, cache = dofla.serving.load_state(tmp_path / "state", student)
-    whole = torch.cat([prompt, tokens(1, 5, seed=3)], 1)
-    options = {"max_new_tokens": 8, "do_sample": False, "attention_mask": torch.ones_like(whole), "pad_token_id": 0}
-    assert torch.equal(student.generate(whole, past_key_values=cache, **options), student.generate(whole, **options))
-
-
-@torch.no_grad()
-def test_what_the_cache_holds_is_hardly_changed(model):
-    ids = tokens(2, 24)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_the_cache_holds_is_hardly_changed(family):
+    model, ids = teacher(family).double(), tokens(2, 24)
     wanted = torch.log_softmax(model(ids).logits, -1)
     found = torch.log_softmax(compressed(model, slots=200)(ids).logits, -1)
     evicts = torch.log_softmax(compressed(dofla.restore(model), slots=16)(ids).logits, -1)
@@ -130,12 +53,6 @@ def test_what_the_cache_holds_is_hardly_changed(model):
         return (wanted.exp() * (wanted - x)).sum(-1).mean()
 
     assert divergence(found) < 0.2 * divergence(evicts)
-
-
-def test_the_original_comes_back(model):
-    ids = tokens(1, 20)
-    wanted = model(ids).logits
-    assert torch.equal(dofla.restore(compressed(model))(ids).logits, wanted)
 
 
 def test_refusals(tiny):

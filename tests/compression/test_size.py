@@ -39,6 +39,7 @@ quick = settings(max_examples=200, deadline=None, derandomize=True)
         ("2.5 KB", 2_500),
         (".5GB", 500_000_000),
         ("700", 700),
+        ("1.5", 2),
         ("700B", 700),
         (1234, 1234),
     ],
@@ -48,12 +49,9 @@ def test_sizes_are_read(text, count):
 
 
 @pytest.mark.parametrize(
-    "size", ["", "big", "1.5", "-3MiB", "1.5.2MiB", "3 TiB", "MiB", 0, -1, "9" * 400, True, 1.5, None, "0KiB", 2**60]
+    "size", ["", "big", "-3MiB", "1.5.2MiB", "3 TiB", "MiB", 0, -1, "9" * 400, True, 1.5, None, "0KiB", 2**60]
 )
 def test_other_forms_are_refused(size):
-    if size == "1.5":
-        assert parse_size(size) == 2
-        return
     with pytest.raises(DoflaError, match=re.escape(f"size is {size!r}: give ")):
         parse_size(size)
 

@@ -12,26 +12,25 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from safetensors.torch import save_file
-from tokenizers import Tokenizer, models, pre_tokenizers, processors
-from transformers import BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from tokenizers import processors
+from transformers import BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausalLM
+from word_tokenizers import WORDS, word_tokenizer
 
 from dofla import token_windows
 from dofla.data import TokenWindows, read_documents
 from dofla.errors import DoflaError
 from dofla.integration.self_samples import self_sample
 
-WORDS = [f"w{i}" for i in range(60)]
 VOCAB = {word: i for i, word in enumerate(["[PAD]", "[UNK]", "<s>", "[CLS]", "[SEP]", *WORDS])}
 BOS, CLS, SEP = VOCAB["<s>"], VOCAB["[CLS]"], VOCAB["[SEP]"]
 
 
 def build_tokenizer(**special):
-    core = Tokenizer(models.WordLevel(VOCAB, unk_token="[UNK]"))
-    core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    core.post_processor = processors.TemplateProcessing(
+    tokenizer = word_tokenizer(VOCAB, "[UNK]", **special)
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
         single="[CLS] $A [SEP]", special_tokens=[("[CLS]", CLS), ("[SEP]", SEP)]
     )
-    return PreTrainedTokenizerFast(tokenizer_object=core, unk_token="[UNK]", **special)
+    return tokenizer
 
 
 @pytest.fixture(scope="module")

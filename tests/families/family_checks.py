@@ -124,7 +124,7 @@ def divergence(model: PreTrainedModel, right: Tensor, ids: Tensor) -> float:
 
 
 def opened_again(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
-    """The student, saved and opened by its class."""
+    """The model, saved and opened by its class."""
     model.save_pretrained(folder)
     return in_float64(type(model).from_pretrained(folder, dtype=torch.float64).eval())
 

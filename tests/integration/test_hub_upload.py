@@ -10,10 +10,10 @@ from hub_stand_in import serving
 from huggingface_hub import ModelCard, constants
 from safetensors.torch import load_file
 from tiny_families import own_student, plan_for, teacher, tokens
-from tokenizers import Tokenizer, models, pre_tokenizers
 from torch.testing import assert_close
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
+from word_tokenizers import word_tokenizer
 
 import dofla
 from dofla.cli import app
@@ -90,13 +90,8 @@ def test_pushing_again_brings_the_card_up_to_date(hub, student):
     student.push_to_hub("me/student")
     card = card_of(hub, "me/student")
     assert "python judge.py" in card.text
-    assert {result.metric_type for result in card.data.eval_results} == {
-        "loss",
-        "perplexity",
-        "loss_increase",
-        "kl",
-        "agreement",
-    }
+    metrics = {"loss", "perplexity", "loss_increase", "kl", "agreement"}
+    assert {result.metric_type for result in card.data.eval_results} == metrics
 
 
 def test_a_card_that_someone_wrote_on_the_hub_stays(hub, student):
@@ -148,10 +143,7 @@ def test_an_adapter_is_pushed_alone_and_opens_by_its_name(hub, student):
 @pytest.mark.slow
 @pytest.mark.parametrize("moved", [False, True], ids=["base where it was", "base elsewhere"])
 def test_every_verb_opens_a_student_by_its_name(hub, student, moved, tmp_path):
-    words = {f"w{n}": n for n in range(64)}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="w0", pad_token="w0").save_pretrained(tmp_path)
+    word_tokenizer((f"w{n}" for n in range(64)), "w0", eos_token="w0", pad_token="w0").save_pretrained(tmp_path)
     hub.repositories["owner/base"] |= {path.name: path.read_bytes() for path in tmp_path.glob("tokenizer*")}
     dofla.push_adapter(student, "me/adapter")
     items = [{"question": f"w{n}", "choices": ["w1", "w2"], "answer": n % 2} for n in range(3, 9)]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ast
 import pkgutil
 import re
-from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -81,9 +81,9 @@ _upload_modified_files
 """Private attributes of its objects."""
 
 
-def sources() -> Iterator[ast.AST]:
-    for path in sorted(SOURCE.rglob("*.py")):
-        yield from ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+@cache
+def sources() -> list[ast.AST]:
+    return [node for path in SOURCE.rglob("*.py") for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))]
 
 
 def dotted(node: ast.AST) -> str | None:

@@ -50,10 +50,10 @@ def offloaded(path, **options):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("options", [{}, {"offload_buffers": True}], ids=["", "buffers as well"])
+@pytest.mark.parametrize("buffers", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", ["compressed", "compressed-adapter", "linearized", "linearized-adapter"])
-def test_it_answers_generates_and_is_evaluated_alike(folder, name, options):
-    whole, other = load_any(folder / name), offloaded(folder / name, **options)
+def test_it_answers_generates_and_is_evaluated_alike(folder, name, buffers):
+    whole, other = load_any(folder / name), offloaded(folder / name, offload_buffers=buffers)
     maps, ids = feature_map_tensors(whole), tokens(2, 40)
     assert all(torch.equal(value, maps[key]) for key, value in feature_map_tensors(other).items())
     assert torch.equal(whole(ids).logits, other(ids).logits)

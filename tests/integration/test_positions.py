@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from sizes import compress
-from tiny_families import teacher, tokens
+from tiny_families import POSITIONS, teacher, tokens
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, WhisperConfig, WhisperForCausalLM
 
 import dofla
@@ -18,15 +18,7 @@ SIZES |= {"num_attention_heads": 4, "initializer_range": 0.2, "is_decoder": True
 WHISPER = {"vocab_size": 96, "d_model": 32, "decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 48}
 WHISPER |= {"encoder_layers": 1, "encoder_attention_heads": 4, "encoder_ffn_dim": 48, "max_target_positions": 128}
 WHISPER |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
-AFTER_PADDING = [
-    "camembert",
-    "data2vec-text",
-    "roberta",
-    "roberta-prelayernorm",
-    "xlm-roberta",
-    "xlm-roberta-xl",
-    "xmod",
-]
+AFTER_PADDING = ["camembert", "data2vec-text", "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl", "xmod"]
 
 
 def model_of(family):
@@ -36,7 +28,9 @@ def model_of(family):
     return AutoModelForCausalLM.from_config(CONFIG_MAPPING[family](**SIZES, pad_token_id=1, **languages)).eval()
 
 
-@pytest.mark.parametrize("family", [*AFTER_PADDING, "whisper"])
+@pytest.mark.parametrize(
+    "family", ["roberta", "whisper", *(pytest.param(family, marks=pytest.mark.slow) for family in AFTER_PADDING)]
+)
 def test_shares_are_measured_within_the_positions_that_there_are(family):
     model = model_of(family)
     assert positions_of(model) == 128
@@ -50,6 +44,6 @@ def test_shares_are_measured_within_the_positions_that_there_are(family):
     assert student(ids.view(3, 128)).logits.isfinite().all()
 
 
-@pytest.mark.parametrize(("family", "positions"), [("gpt2", 512), ("opt", 512), ("llama", 512), ("bert_decoder", 512)])
-def test_all_others_have_as_many_as_they_say(family, positions):
-    assert positions_of(teacher(family)) == positions
+@pytest.mark.parametrize("family", ["gpt2", "opt", "llama", "bert_decoder"])
+def test_all_others_have_as_many_as_they_say(family):
+    assert positions_of(teacher(family)) == POSITIONS

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 import torch
 from transformers import DynamicCache
 
 import dofla
-from dofla.errors import DoflaError
 from dofla.integration.interface import token_by_token
 
 LENGTH = 200
@@ -57,16 +54,3 @@ def test_decoding_goes_on_after_an_exact_prefill(tiny, windows):
     together = model.generate(ids, attention_mask=mask, **options)[:, LENGTH:]
     alone = model.generate(ids[1:, 30:], attention_mask=mask[1:, 30:], **options)[:, LENGTH - 30 :]
     assert torch.equal(together[1:], alone)
-
-
-def test_it_is_saved(tiny, windows, tmp_path):
-    model = compressed(tiny, windows, "exact")
-    model.save_pretrained(tmp_path)
-    again = type(model).from_pretrained(tmp_path)
-    assert json.loads((tmp_path / "config.json").read_text())["quantization_config"]["prefill"] == "exact"
-    assert torch.equal(read(again, windows[:1]).logits, read(model, windows[:1]).logits)
-
-
-def test_another_word_is_refused(tiny, windows):
-    with pytest.raises(DoflaError, match="prefill is 'fast': choose one of auto, exact, sequential"):
-        compressed(tiny, windows, "fast")

@@ -1,7 +1,6 @@
 """Linearizing can be undone, bit for bit, and suspended for a while."""
 
 import copy
-import json
 import pickle
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
@@ -9,7 +8,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 from arithmetic import LOGITS
-from tiny_families import CAUSAL, own_student, plan_for, student, teacher, tokens
+from tiny_families import CAUSAL, inputs, own_student, plan_for, student, teacher, tokens
 from torch.testing import assert_close
 from transformers import DynamicCache, LlamaForCausalLM
 from untouched import everything
@@ -23,15 +22,12 @@ FAMILIES = [*CAUSAL, "bert", "roberta", "vit"]
 
 @torch.no_grad()
 def outputs(model):
-    if model.main_input_name == "pixel_values":
-        pixels = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
-        return model(pixel_values=pixels).logits
-    mask = torch.ones(2, 20, dtype=torch.long)
-    mask[0, 15:] = 0
-    return model(input_ids=tokens(2, 20), attention_mask=mask)[0]
+    return model(**inputs(model))[0]
 
 
-@pytest.mark.parametrize(("family", "kind"), [*[(family, "plain") for family in FAMILIES], ("llama", "eight_bits")])
+@pytest.mark.parametrize(
+    ("family", "kind"), [*[(family, "plain") for family in FAMILIES], ("llama", "eight_bits"), ("llama", "compressed")]
+)
 def test_a_restored_model_is_the_original_bit_for_bit(family, kind):
     model = own_student(family, kind)
     original = teacher(family).to(model.dtype)
@@ -108,15 +104,6 @@ def test_models_of_one_config_are_converted_one_by_one(tmp_path):
     assert torch.equal(outputs(load_any(tmp_path)), expected)
 
 
-def test_a_failed_linearization_leaves_the_model_alone():
-    original, model = teacher("llama"), teacher("llama")
-    plan = plan_for(model)
-    plan.layers[1].head_dim = 7
-    with pytest.raises(dofla.DoflaError):
-        dofla.linear.linearize(model, plan)
-    assert everything(model) == everything(original)
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_suspended_student_is_its_teacher(family):
     model, original = own_student(family), teacher(family)
@@ -137,15 +124,6 @@ def test_a_student_is_a_student_again_after_an_error_while_suspended():
     before = outputs(model)
     with pytest.raises(ZeroDivisionError), dofla.original(model):
         raise ZeroDivisionError
-    assert_close(outputs(model), before, rtol=0, atol=0)
-
-
-def test_a_model_can_be_linearized_again_after_restoring():
-    model = own_student("llama", "ragged")
-    before = outputs(model)
-    dofla.restore(model)
-    plan = plan_for(model, "ragged")
-    dofla.linear.linearize(model, plan)
     assert_close(outputs(model), before, rtol=0, atol=0)
 
 
@@ -176,13 +154,8 @@ def test_a_copy_of_a_student_has_a_life_of_its_own():
 @pytest.mark.parametrize(
     ("family", "kind"),
     [
-        ("llama", "all_softmax"),
-        ("gpt2", "all_softmax"),
-        ("gemma2", "all_softmax"),
-        ("gpt_oss", "all_softmax"),
+        *((family, "all_softmax") for family in ("llama", "gpt2", "gemma2", "gpt_oss", "t5", "bart")),
         ("mistral_sliding", "plain"),
-        ("t5", "all_softmax"),
-        ("bart", "all_softmax"),
     ],
 )
 def test_with_all_layers_kept_softmax_nothing_changes(family, kind):
@@ -208,7 +181,9 @@ def test_a_cache_filled_by_softmax_is_refused():
     cache = DynamicCache(config=model.config)
     with dofla.original(model), torch.no_grad():
         model(tokens(1, 5), past_key_values=cache)
-    with pytest.raises(dofla.DoflaError, match="already holds 5 tokens of softmax attention in layer 0"):
+    with pytest.raises(
+        dofla.DoflaError, match=r"already holds 5 tokens of softmax attention in layer 0.*prefix tuning"
+    ):
         model(tokens(1, 1), past_key_values=cache)
 
 
@@ -228,7 +203,7 @@ def test_nothing_can_be_taken_back_out_of_a_state():
     with torch.no_grad():
         model(tokens(1, 5), past_key_values=cache)
     cache.crop(0)
-    with pytest.raises(dofla.DoflaError, match="cannot take 2 tokens back out"):
+    with pytest.raises(dofla.DoflaError, match="cannot take 2 tokens back out of a linear-attention state"):
         cache.crop(-2)
     assert cache.get_seq_length() == 5
 
@@ -259,9 +234,3 @@ def test_rows_of_a_cache_can_be_chosen_and_repeated(kind):
         caches[2].batch_repeat_interleave(2)
         repeated = step.repeat_interleave(2, 0)
         assert_close(model(repeated, past_key_values=caches[2]).logits, expected.repeat_interleave(2, 0), **LOGITS)
-
-
-def test_the_config_of_a_student_is_plain_json():
-    text = json.dumps(student("llama", "ragged").config.to_diff_dict())
-    assert json.loads(text)["quantization_config"]["quant_method"] == "dofla"
-    assert "dofla" in student("llama").config.to_json_string()

@@ -21,19 +21,9 @@ def gradients(model):
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-def without_dropout(model):
-    for module in model.modules():
-        if isinstance(module, torch.nn.Dropout):
-            module.p = 0.0
-        for name in ("dropout", "attention_dropout", "attn_dropout"):
-            if isinstance(getattr(module, name, None), float):
-                setattr(module, name, 0.0)
-    return model
-
-
 @pytest.mark.parametrize(("family", "kind"), FAMILIES)
 def test_all_weights_get_gradients(family, kind):
-    model = without_dropout(own_student(family, kind)).train()
+    model = own_student(family, kind).train()
     found = gradients(model)
     for name, gradient in found.items():
         assert gradient.isfinite().all(), name
@@ -48,14 +38,14 @@ def test_all_weights_get_gradients(family, kind):
 @pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable:FutureWarning")
 @pytest.mark.parametrize(("family", "kind"), FAMILIES)
 def test_gradient_checkpointing_changes_no_gradient(family, kind):
-    model = without_dropout(own_student(family, kind)).train()
+    model = own_student(family, kind).train()
     expected = gradients(model)
     model.gradient_checkpointing_enable()
     assert_close(gradients(model), expected)
 
 
 def test_a_step_along_the_gradient_lowers_the_loss():
-    model = without_dropout(own_student("llama", "ragged")).train()
+    model = own_student("llama", "ragged").train()
     maps = {id(p) for layer in Converted.of(model).layers.values() for p in layer.parameters()}
     for chosen in (lambda p: id(p) in maps, lambda p: id(p) not in maps):
         ids = tokens(2, 40)

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from students import keep_softmax
-from tiny_families import POSITIONS, own_student, plan_for, teacher, tokens
+from tiny_families import POSITIONS, plan_for, teacher, tokens
 from torch.testing import assert_close
 from untouched import everything
 
@@ -109,6 +109,8 @@ def test_layers_can_be_kept_softmax_by_name():
 
 def test_what_no_plan_can_be_made_of_is_one_line_and_changes_nothing():
     model, before = teacher("llama"), everything(teacher("llama"))
+    with pytest.raises(DoflaError, match="budget is '64': give a number"):
+        dofla.linear.linearize(model, budget="64")
     for attempt in (lambda: dofla.linear.linearize(model, budget=0), lambda: even_plan(model, 0.5)):
         with pytest.raises(DoflaError, match=r"budget 0(\.5)? is too small for one feature per layer: give 1 or more"):
             attempt()
@@ -119,16 +121,6 @@ def test_what_no_plan_can_be_made_of_is_one_line_and_changes_nothing():
     with pytest.raises(DoflaError, match=r"its logits are soft-capped.*keep_softmax"):
         dofla.linear.linearize(teacher("gemma2"))
     assert everything(model) == before
-
-
-def test_an_even_plan_is_restored_bit_for_bit():
-    model, ids = teacher("gpt2"), tokens(2, 20)
-    before = logits(model, ids)
-    dofla.linear.linearize(model, budget=4)
-    assert not torch.equal(logits(model, ids), before)
-    dofla.restore(model)
-    assert torch.equal(logits(model, ids), before)
-    assert everything(model) == everything(teacher("gpt2"))
 
 
 # --- some heads answering ---------------------------------------------------------------------------------------------
@@ -161,58 +153,19 @@ def test_only_the_named_layers_are_linear(family):
                 assert_close(found, logits(original, ids), rtol=1e-5, atol=1e-5)
 
 
-OUTPUT = {"llama": "o_proj", "gpt2": "c_proj"}
-"""What takes the outputs of all heads of a layer side by side, eight numbers each."""
-
-
-def head_outputs(model, family, names, ids):
-    """Outputs of all heads of each layer [B, L, H, 8], before they are joined."""
-    seen, hooks = {}, []
-    for name in names:
-        module = model.get_submodule(f"{name}.{OUTPUT[family]}")
-        hooks.append(module.register_forward_pre_hook(lambda _, args, name=name: seen.update({name: args[0]})))
-    logits(model, ids)
-    for hook in hooks:
-        hook.remove()
-    return {name: out.unflatten(-1, (-1, 8)) for name, out in seen.items()}
-
-
-@pytest.mark.parametrize("kind", ["ragged", "eight_bits"])
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_only_the_named_heads_are_linear(family, kind):
-    model, ids = own_student(family, kind), tokens(2, 20)
-    first, second = Converted.of(model).layers
-    kv_heads = Converted.of(model).layers[first].kv_heads
-    share = 4 // kv_heads
-    ours = head_outputs(model, family, [first], ids)[first]
-    with dofla.original(model):
-        theirs = head_outputs(model, family, [first], ids)[first]
-    assert (ours - theirs).abs().amax((0, 1, 3)).min() > 1e-4
-    for chosen in ([0], [kv_heads - 1], range(kv_heads)):
-        with answering(model, {first: chosen}):
-            found = head_outputs(model, family, [first, second], ids)
-            inputs = {}
-            with recording(model, [second], lambda call, inputs=inputs: inputs.update(call=call)):
-                logits(model, ids)
-        for head in range(4):
-            assert_close(found[first][:, :, head], (ours if head // share in chosen else theirs)[:, :, head])
-    # The layer behind gets the mixture, and is softmax.
-    with answering(model, {second: []}), torch.no_grad():
-        assert_close(head_outputs(model, family, [first], ids)[first], theirs)
-
-
-@pytest.mark.parametrize("heads", [[0], [1], [0, 1]])
-def test_heads_of_several_layers_answer_together_under_padding(heads):
+@pytest.mark.parametrize(
+    ("family", "heads"), [("llama", [0]), ("llama", [1]), ("llama", [0, 1]), ("gpt2", [0, 3]), ("gpt2", [1, 2, 3])]
+)
+def test_only_the_named_heads_are_linear_under_padding_as_well(family, heads):
     """As a student whose other heads see all tokens exactly."""
-    plan = plan_for(teacher("llama"), "ragged")
+    plan = plan_for(teacher(family), "ragged")
     for layer in plan.layers:
-        layer.window = [layer.window[head] if head in heads else POSITIONS for head in range(2)]
-    expected, model = (
-        dofla.linear.linearize(teacher("llama"), x) for x in (plan, plan_for(teacher("llama"), "ragged"))
-    )
+        layer.window = [own if head in heads else POSITIONS for head, own in enumerate(layer.window)]
+    expected, model = (dofla.linear.linearize(teacher(family), x) for x in (plan, plan_for(teacher(family), "ragged")))
     for name, layer in Converted.of(expected).layers.items():
         own = Converted.of(model).layers[name]
-        assert [x.heads for x in own.groups] == [x.heads for x in layer.groups] == [[0], [1]]
+        assert [x.heads for x in own.groups] == [x.heads for x in layer.groups]
+        assert len(own.groups) > 1
         layer.load_state_dict(own.state_dict())
     ids, mask = tokens(2, 20), torch.ones(2, 20, dtype=torch.long)
     mask[0, :7] = 0

@@ -43,8 +43,7 @@ def test_a_wrapped_model_is_linearized_judged_and_restored(tiny, how):
 
 
 @pytest.mark.parametrize(
-    "verb",
-    [dofla.compress, dofla.linear.linearize, dofla.linear.profile, dofla.calibrate, dofla.linear.distill],
+    "verb", [dofla.compress, dofla.linear.linearize, dofla.linear.profile, dofla.calibrate, dofla.linear.distill]
 )
 @pytest.mark.parametrize("model", ["my-model", None, nn.Linear(2, 2)])
 def test_what_is_no_model_is_said_to_be_none(tiny, verb, model):
@@ -74,6 +73,6 @@ def test_tokens_of_another_tokenizer_are_refused(tiny, verb):
 
 def test_a_memory_that_fades_is_judged_in_float16(tiny):
     samples = tiny.tokens(4, 64)
-    student = compress(tiny.llama().half(), samples, tokens=48)
+    student = compress(tiny.llama().half(), samples, tokens=48, head_budgets="even")
     figures = dofla.evaluate(student, samples)
     assert all(layer.output_error < 1 for layer in figures.layers.values())

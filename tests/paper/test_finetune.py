@@ -8,9 +8,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
 from torch.testing import assert_close
-from transformers import GPT2Config, GPTNeoXConfig, LlamaConfig, PreTrainedTokenizerFast
+from transformers import GPT2Config, GPTNeoXConfig, LlamaConfig
+from word_tokenizers import word_tokenizer
 
 from dofla.errors import DoflaError
 from dofla.integration.surgery import linearize
@@ -26,9 +26,7 @@ ONE = {"learning_rate": 1e-2, "batch_size": 4, "epochs": 1}
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    raw = Tokenizer(models.WordLevel({word: n for n, word in enumerate(WORDS)}, unk_token="<unk>"))
-    raw.pre_tokenizer = pre_tokenizers.Whitespace()
-    return PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="<end>", unk_token="<unk>")
+    return word_tokenizer(WORDS, eos_token="<end>")
 
 
 @pytest.fixture(params=["llama", "llama student", "gpt2", "gpt2 student"])

@@ -6,16 +6,8 @@ import json
 
 import pytest
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import (
-    BertConfig,
-    BertModel,
-    GPT2Config,
-    GPT2LMHeadModel,
-    GPTNeoXConfig,
-    GPTNeoXForCausalLM,
-    PreTrainedTokenizerFast,
-)
+from transformers import BertConfig, BertModel, GPT2Config, GPT2LMHeadModel, GPTNeoXConfig, GPTNeoXForCausalLM
+from word_tokenizers import WORDS, word_tokenizer
 
 from dofla.cli import main
 from dofla.errors import DoflaError
@@ -25,23 +17,16 @@ from dofla.paper.methods import paper_methods
 
 pytestmark = pytest.mark.slow
 
-WORDS = [f"w{n}" for n in range(60)]
 TASKS = ("piqa", "winogrande")
 SIZE = {"vocab_size": 64, "bos_token_id": 0, "eos_token_id": 0}
-
-
-def tokenizer() -> PreTrainedTokenizerFast:
-    vocabulary = {word: n for n, word in enumerate(["<end>", "<unk>", "<pad>", "<sep>", *WORDS])}
-    raw = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    raw.pre_tokenizer = pre_tokenizers.Whitespace()
-    special = {"bos_token": "<end>", "eos_token": "<end>", "unk_token": "<unk>", "pad_token": "<pad>"}
-    return PreTrainedTokenizerFast(tokenizer_object=raw, cls_token="<end>", sep_token="<sep>", **special)
 
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory):
     """Models, a text, and task files."""
     folder = tmp_path_factory.mktemp("reproduce")
+    special = {"bos_token": "<end>", "eos_token": "<end>", "cls_token": "<end>", "pad_token": "<pad>"}
+    tokenizer = word_tokenizer(["<end>", "<unk>", "<pad>", "<sep>", *WORDS], sep_token="<sep>", **special)
     torch.manual_seed(0)
     stand_ins = {
         "gpt2": GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=2, n_head=4, n_positions=128, **SIZE)),
@@ -54,7 +39,7 @@ def home(tmp_path_factory):
     }
     for name, model in stand_ins.items():
         model.save_pretrained(folder / name)
-        tokenizer().save_pretrained(folder / name)
+        tokenizer.save_pretrained(folder / name)
     generator = torch.Generator().manual_seed(0)
 
     def words(count: int) -> str:

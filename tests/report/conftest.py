@@ -7,14 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 from sizes import size_of
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from word_tokenizers import WORDS, word_tokenizer
 
 from dofla.integration.checkpoint import load_model
 from dofla.runs.recipe import Recipe, read_yaml
 from dofla.runs.run import run
 
-WORDS = [f"w{n}" for n in range(60)]
 SIZES = {
     "budget": 12,
     "profile": {"samples": 32, "windows": 4},
@@ -28,10 +26,7 @@ SIZES = {
 def home(tiny, tmp_path_factory) -> Path:
     """A folder with text, ``llama`` and ``bert``, and their tokenizer."""
     folder = tmp_path_factory.mktemp("report")
-    vocabulary = {word: n for n, word in enumerate(["<end>", "<unk>", *WORDS])}
-    raw = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    raw.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="<end>", unk_token="<unk>", pad_token="<end>")
+    tokenizer = word_tokenizer(eos_token="<end>", pad_token="<end>")
     for name in ("llama", "bert"):
         getattr(tiny, name)().save_pretrained(folder / name)
         tokenizer.save_pretrained(folder / name)

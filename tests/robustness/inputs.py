@@ -16,8 +16,7 @@ import pyarrow
 import pyarrow.parquet
 import torch
 from safetensors.torch import load_file, save_file
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from word_tokenizers import WORDS, word_tokenizer
 
 import dofla
 from dofla.distillation import distill
@@ -34,7 +33,6 @@ from dofla.runs.run import run
 from dofla.storage.files import write_json
 from dofla.tasks.reading import load_task
 
-WORDS = [f"w{n}" for n in range(60)]
 LENGTH = 16
 DISTILL = {"steps": 2, "batch_size": 2, "rows": 8}
 END_TO_END = {"steps": 1, "batch_size": 2, "lora_rank": 2}
@@ -55,10 +53,7 @@ evaluate: {{fidelity_windows: 2}}
 
 def make(folder: Path, tiny: Any) -> None:
     """Write all of it into a folder."""
-    vocabulary = {word: n for n, word in enumerate(["<end>", "<unk>", *WORDS])}
-    raw = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    raw.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw, bos_token="<end>", eos_token="<end>", unk_token="<unk>")
+    tokenizer = word_tokenizer(bos_token="<end>", eos_token="<end>")
     for name, model in (("model", tiny.llama()), ("short", tiny.gpt2(n_positions=LENGTH - 1))):
         model.save_pretrained(folder / name)
         tokenizer.save_pretrained(folder / name)
@@ -169,20 +164,17 @@ def _prompt_state(folder: Path) -> Any:
     return ids.tolist(), repr(states)
 
 
-def _distillation(folder: Path) -> Any:
-    model, _ = open_original(str(folder / "model"))
-    dofla.linear.linearize(model, Plan.load(folder / "plan.json"))
-    windows = dofla.TokenWindows.of(load_file(folder / "tokens.safetensors"))
-    history = distill(model, windows, folder=folder / "distilled", **DISTILL)
-    return history.losses.tolist(), _numbers(feature_map_tensors(model))
+def _training(train: Callable, place: str, options: dict[str, int]) -> Callable[[Path], Any]:
+    """Training that goes on in a folder."""
 
+    def read(folder: Path) -> Any:
+        model, _ = open_original(str(folder / "model"))
+        dofla.linear.linearize(model, Plan.load(folder / "plan.json"))
+        windows = dofla.TokenWindows.of(load_file(folder / "tokens.safetensors"))
+        history = train(model, windows, folder=folder / place, **options)
+        return history.losses.tolist(), _numbers(feature_map_tensors(model))
 
-def _end_to_end(folder: Path) -> Any:
-    model, _ = open_original(str(folder / "model"))
-    dofla.linear.linearize(model, Plan.load(folder / "plan.json"))
-    windows = dofla.TokenWindows.of(load_file(folder / "tokens.safetensors"))
-    history = dofla.linear.distill_end_to_end(model, windows, folder=folder / "finished", **END_TO_END)
-    return history.losses.tolist(), _numbers(feature_map_tensors(model))
+    return read
 
 
 @cache
@@ -229,8 +221,10 @@ READERS: dict[str, Reader] = {
     "standalone": Reader(_standalone, STANDALONE, checked=STANDALONE),
     "teacher": Reader(_teacher, ("model/config.json", "model/model.safetensors", "model/tokenizer_config.json")),
     "prompt state": Reader(_prompt_state, ("document.safetensors",)),
-    "distillation": Reader(_distillation, ("distilled/distill.safetensors",)),
-    "end-to-end distillation": Reader(_end_to_end, ("finished/distill.safetensors",)),
+    "distillation": Reader(_training(distill, "distilled", DISTILL), ("distilled/distill.safetensors",)),
+    "end-to-end distillation": Reader(
+        _training(dofla.linear.distill_end_to_end, "finished", END_TO_END), ("finished/distill.safetensors",)
+    ),
     "figures": Reader(_figures, ("figures.json",)),
     "report": Reader(
         _report,

@@ -104,7 +104,7 @@ def here(made, tmp_path, monkeypatch):
 
 
 def test_a_wrong_command_is_refused_in_one_line_or_harmless(made, here, capsys):
-    trials = fuzz(made, here, capsys, 40, derandomize=True)
+    trials = fuzz(made, here, capsys, 20, derandomize=True)
     assert trials.endings[REFUSED]
 
 

@@ -113,8 +113,7 @@ def test_a_limit_on_files_is_one_line_and_keeps_what_was_there(tmp_path):
 
 
 def test_a_run_that_the_disk_stops_goes_on_when_there_is_room(made, tmp_path, capsys):
-    undisturbed, stopped = tmp_path / "whole", tmp_path / "stopped"
-    assert call("run", made / "recipe.yaml", "--out", undisturbed) == 0
+    undisturbed, stopped = made / "run", tmp_path / "stopped"
     state = "models/even-seed0/distill/distill.safetensors"
     size = (undisturbed / state).stat().st_size
     capsys.readouterr()

@@ -10,7 +10,6 @@ import typer
 from command_line import call
 
 from dofla.cli import app
-from dofla.cli.verb import OPTIONS
 from dofla.distillation.fidelity import LayerFidelity
 from dofla.evaluation import Evaluation
 
@@ -57,15 +56,11 @@ def test_verbose_says_what_is_done(profiling, capsys, made):
     assert "dofla.runs.opening" not in out
 
 
-def test_debug_says_everything(profiling, capsys):
-    assert call(*profiling, "--debug") == 0
-    assert "dofla.storage.files: wrote" in capsys.readouterr().err
-
-
-def test_the_log_is_as_it_was_afterwards(profiling):
+def test_debug_says_everything_and_the_log_is_as_it_was_afterwards(profiling, capsys):
     logger = logging.getLogger("dofla")
     before = logger.level, list(logger.handlers)
     assert call(*profiling, "--debug") == 0
+    assert "dofla.storage.files: wrote" in capsys.readouterr().err
     assert (logger.level, logger.handlers) == before
 
 
@@ -122,10 +117,6 @@ def test_numbers_that_json_does_not_have_are_null(made, monkeypatch, capsys):
     monkeypatch.setattr("dofla.evaluation.evaluate", lambda *_, **__: figures)
     found = results(capsys, "evaluate", made / "adapter", "--data", made / "text.txt", "--length", 16)
     assert found["layers"]["a"] == {"kl": None, "head_kl": [1.0], "output_error": 1.0, "kernel_error": 1.0}
-
-
-def test_options_are_those_of_the_manner():
-    assert list(OPTIONS) == ["verbose", "quiet", "json", "debug"]
 
 
 def test_losses_of_a_run_go_to_a_tracker_which_is_no_other_recipe(made, tmp_path, capsys):

@@ -58,7 +58,7 @@ def fuzz(made: Path, name: str, inputs: int, **options) -> Trials:
 
 @pytest.mark.parametrize("name", READERS)
 def test_a_damaged_input_is_refused_in_one_line_or_harmless(made, name):
-    trials = fuzz(made, name, 12 if name in SLOW else 40, derandomize=True)
+    trials = fuzz(made, name, 6 if name in SLOW else 20, derandomize=True)
     assert trials.endings[REFUSED]
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from command_line import call
 from inputs import LENGTH
-from transformers import AutoConfig, AutoModel, DynamicCache
+from transformers import DynamicCache
 
 import dofla
 from dofla.integration.reading import check_readable
@@ -36,22 +36,6 @@ def test_tokens_of_another_tokenizer(made, tmp_path, capsys):
 def test_windows_longer_than_the_positions_that_were_learned(made, tmp_path, capsys):
     line = refused(capsys, "profile", made / "short", "--data", made / "text.txt", *TEXT, "--out", tmp_path, "-q")
     assert line.endswith(f"{LENGTH} tokens, and GPT2LMHeadModel has {LENGTH - 1} positions: take fewer")
-
-
-@pytest.mark.parametrize("family", ["gpt2", "opt", "bert", "roberta"])
-def test_the_number_of_learned_positions_is_the_models_own(family):
-    sizes = {"vocab_size": 20, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
-    sizes |= {"intermediate_size": 8, "ffn_dim": 8, "word_embed_proj_dim": 8, "max_position_embeddings": 12}
-    config = AutoConfig.for_model(family, **sizes, pad_token_id=1)
-    model = AutoModel.from_config(config).eval()
-    fitting = {"roberta": 10}.get(family, 12)
-    ids = torch.full((1, fitting + 1), 5)
-    check_readable(model, ids[:, 1:], "text")
-    model(ids[:, 1:])
-    with pytest.raises(dofla.DoflaError, match=f"{fitting + 1} tokens, and {type(model).__name__} has {fitting} pos"):
-        check_readable(model, ids, "text")
-    with pytest.raises((IndexError, RuntimeError)):  # in words of its own
-        model(ids)
 
 
 def test_rotary_positions_go_on(tiny):

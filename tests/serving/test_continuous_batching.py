@@ -103,9 +103,9 @@ def test_a_call_that_comes_later_joins_and_its_cache_is_its_own(tiny):
             return written(batching, second, 4, past_key_values=cache), cache
 
         early, (after, cache) = all_at_once(
-            [lambda: written(batching, first, 30, logits_processor=LogitsProcessorList([Waiting()])), late]
+            [lambda: written(batching, first, 12, logits_processor=LogitsProcessorList([Waiting()])), late]
         )
-    assert torch.equal(early, written(model, first, 30))
+    assert torch.equal(early, written(model, first, 12))
     alone = read_prompt(model, second[:, :-1])
     assert torch.equal(after, written(model, second, 4, past_key_values=alone))
     assert cache_bytes(cache) == cache_bytes(alone)
@@ -116,13 +116,13 @@ def test_a_call_that_comes_later_joins_and_its_cache_is_its_own(tiny):
 
 
 def test_conversations_go_on_side_by_side(tiny):
-    model, texts = model_of(tiny), [tiny.tokens(1, 20 + n, seed=n) for n in range(3)]
+    model, texts = model_of(tiny), [tiny.tokens(1, 20 + n, seed=n) for n in range(2)]
     with ContinuousBatching(model) as batching:
         session = Session(batching)
         for turn in range(2):
-            said = all_at_once([partial(written, session, ids, 8) for ids in texts])
+            said = all_at_once([partial(written, session, ids, 4) for ids in texts])
             for ids, sequence in zip(texts, said, strict=True):
-                assert torch.equal(sequence, written(model, ids, 8))
+                assert torch.equal(sequence, written(model, ids, 4))
             assert session.read == 4 if turn else session.read >= 19
             texts = [torch.cat([x, tiny.tokens(1, 4, seed=10 * turn + n)], 1) for n, x in enumerate(said)]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from safetensors import safe_open
-from students import keep_softmax
+from students import keep_softmax, student_of
 
 import dofla
 from dofla.errors import DoflaError
@@ -20,12 +20,13 @@ SIZES = {
 }
 
 
-@pytest.fixture(params=SIZES)
+@pytest.fixture(params=[*SIZES, "compressed"])
 def student(tiny, request):
-    # Two ways to the same number may end on two sides of a step of the eight bits, but hardly in float64.
-    model = tiny.llama().double() if request.param == "eight bits" else tiny.llama()
-    dofla.linear.linearize(model, tiny.plan(model, **SIZES[request.param]))
-    return model
+    # Two ways to the same number may end on two sides of a step of eight bits or of a code, but hardly in float64.
+    model = tiny.llama().double()
+    if request.param == "compressed":
+        return tiny.compressed(model)
+    return dofla.linear.linearize(model, tiny.plan(model, **SIZES[request.param]))
 
 
 def test_questions_about_a_saved_document_are_answered_as_with_the_document_before_them(student, tmp_path):
@@ -47,8 +48,8 @@ def test_questions_about_a_saved_document_are_answered_as_with_the_document_befo
 
 @pytest.mark.parametrize("token_dtype", ["int8", "model"])
 def test_a_saved_state_holds_tokens_as_the_cache_does(tiny, tmp_path, token_dtype):
-    model, document = tiny.llama(), tiny.tokens(2, 30)
-    dofla.linear.linearize(model, tiny.plan(model, features=3, window=[20, 4], sinks=[1, 0], token_dtype=token_dtype))
+    document = tiny.tokens(2, 30)
+    model = student_of(tiny, features=3, window=[20, 4], sinks=[1, 0], token_dtype=token_dtype)
     cache = read_prompt(model, document)
     save_state(cache, document, tmp_path / "state", model)
     kept_in = torch.int8 if token_dtype == "int8" else torch.float32
@@ -67,13 +68,12 @@ def test_a_saved_state_holds_tokens_as_the_cache_does(tiny, tmp_path, token_dtyp
 
 
 def test_a_state_of_another_form_or_a_damaged_one_is_refused_by_name(tiny, tmp_path, monkeypatch):
-    model, document, path = tiny.llama(), tiny.tokens(1, 10), tmp_path / "document.safetensors"
-    dofla.linear.linearize(model, tiny.plan(model, features=3, window=4, token_dtype="int8"))
+    document, path = tiny.tokens(1, 10), tmp_path / "document.safetensors"
+    model = student_of(tiny, features=3, window=4, token_dtype="int8")
     cache = read_prompt(model, document)
     save_state(cache, document, path, model)
     for sizes in ({"features": 4}, {"features": 3, "window": 4, "token_dtype": "model"}):
-        other = tiny.llama()
-        dofla.linear.linearize(other, tiny.plan(other, **sizes))
+        other = student_of(tiny, **sizes)
         with pytest.raises(
             DoflaError, match=r"document\.safetensors is no state of this version and of a model of this"
         ):
@@ -101,7 +101,8 @@ def test_a_state_of_another_form_or_a_damaged_one_is_refused_by_name(tiny, tmp_p
         (lambda t: t.update({"1.0.features.mean": t["1.0.features.mean"].mT}), "1.0.features.mean has another form"),
     ],
 )
-def test_a_state_whose_tensors_have_another_form_is_refused(student, tmp_path, change, words):
+def test_a_state_whose_tensors_have_another_form_is_refused(tiny, tmp_path, change, words):
+    student = student_of(tiny, features=3, window=4)
     document, path = torch.arange(1, 11).unsqueeze(0), tmp_path / "document.safetensors"
     save_state(read_prompt(student, document), document, path, student)
     tensors, metadata = read_tensors(path, finite=False)

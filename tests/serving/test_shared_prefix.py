@@ -3,37 +3,22 @@
 from __future__ import annotations
 
 import copy
+from functools import cache
 
 import pytest
 import torch
-from sizes import compress
-from tiny_families import own_student, teacher, tokens
+from tiny_families import own_student, padded, tokens
 from transformers import DynamicCache
-
-import dofla
 
 LENGTHS = (20, 7, 13)
 
 
-def students():
-    yield "compressed", compress(teacher("llama").double(), tokens(4, 48), tokens=48, head_budgets="even")
-    yield "hybrid", dofla.linear.linearize(teacher("llama").double(), budget=24)
-    yield "ragged", own_student("llama", "ragged").double()
-    yield "beside_softmax", own_student("llama", "softmax_first").double()
-    yield "learned_positions", own_student("gpt2", "eight_bits")
+STUDENTS = [("llama", kind) for kind in ("compressed", "ragged", "softmax_first")] + [("gpt2", "eight_bits")]
 
 
-STUDENTS = dict(students())
-
-
-def continuations():
-    """Padded in front to the longest, and their masks."""
-    longest = max(LENGTHS)
-    ids, mask = torch.zeros(len(LENGTHS), longest, dtype=torch.long), torch.zeros(len(LENGTHS), longest)
-    for row, length in enumerate(LENGTHS):
-        ids[row, longest - length :] = tokens(1, length, seed=row + 5)[0]
-        mask[row, longest - length :] = 1
-    return ids, mask.long()
+@cache
+def student_of(family, kind):
+    return own_student(family, kind).double()
 
 
 def shared(student, prefix):
@@ -43,11 +28,11 @@ def shared(student, prefix):
     return cache
 
 
-@pytest.mark.parametrize("kind", STUDENTS)
+@pytest.mark.parametrize(("family", "kind"), STUDENTS)
 @pytest.mark.parametrize("cuts", [[20], [9, 1, 10]])
 @torch.no_grad()
-def test_padded_continuations_of_a_shared_prefix_are_the_texts_alone(kind, cuts):
-    student, prefix, (ids, mask) = STUDENTS[kind], tokens(1, 40), continuations()
+def test_padded_continuations_of_a_shared_prefix_are_the_texts_alone(family, kind, cuts):
+    student, prefix, (_, ids, mask) = student_of(family, kind), tokens(1, 40), padded(LENGTHS, "left")
     cache, whole = shared(student, prefix), torch.cat([torch.ones(len(LENGTHS), 40, dtype=torch.long), mask], 1)
     positions, seen, found = (whole.cumsum(-1) - 1)[:, 40:], 0, []
     for part, places in zip(ids.split(cuts, 1), positions.split(cuts, 1), strict=True):
@@ -61,9 +46,9 @@ def test_padded_continuations_of_a_shared_prefix_are_the_texts_alone(kind, cuts)
         torch.testing.assert_close(found[row, -length:], alone, rtol=0, atol=1e-9 * alone.abs().max().item())
 
 
-@pytest.mark.parametrize("kind", STUDENTS)
-def test_each_text_is_continued_as_alone(kind):
-    student, prefix, (ids, mask) = STUDENTS[kind], tokens(1, 40), continuations()
+@pytest.mark.parametrize(("family", "kind"), STUDENTS)
+def test_each_text_is_continued_as_alone(family, kind):
+    student, prefix, (_, ids, mask) = student_of(family, kind), tokens(1, 40), padded(LENGTHS, "left")
     cache = shared(student, prefix)
     whole = torch.cat([prefix.expand(len(LENGTHS), -1), ids], 1)
     mask = torch.cat([torch.ones(len(LENGTHS), 40, dtype=torch.long), mask], 1)
@@ -77,7 +62,7 @@ def test_each_text_is_continued_as_alone(kind):
 
 @torch.no_grad()
 def test_padding_between_turns_and_behind_takes_no_place():
-    student, text = STUDENTS["compressed"], tokens(1, 80)
+    student, text = student_of("llama", "compressed"), tokens(1, 80)
     alone = student(text).logits
     padded = torch.cat([text[:, :60], torch.zeros(1, 40, dtype=torch.long), text[:, 60:]], 1)
     mask = torch.cat([torch.ones(1, 60), torch.zeros(1, 40), torch.ones(1, 20)], 1).long()

@@ -1,12 +1,12 @@
-"""A tokenizer of whole words for the tiny models, and a task for it."""
+"""A tokenizer of whole words with those of the prompts of tasks, and a task for it."""
 
 from __future__ import annotations
 
 import random
 
 import pytest
-from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
+from word_tokenizers import word_tokenizer
 
 from dofla.tasks import Item, Task
 
@@ -16,10 +16,7 @@ _FURTHER = ["Question", "Answer", ":", ".", "_", "Passage", "Choices", "A", "B",
 
 @pytest.fixture(scope="session")
 def words() -> PreTrainedTokenizerFast:
-    vocabulary = {word: n for n, word in enumerate(["<end>", "<unk>", *_FURTHER, *WORDS])}
-    raw = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    raw.pre_tokenizer = pre_tokenizers.Whitespace()
-    return PreTrainedTokenizerFast(tokenizer_object=raw, bos_token="<end>", eos_token="<end>", unk_token="<unk>")
+    return word_tokenizer(["<end>", "<unk>", *_FURTHER, *WORDS], bos_token="<end>", eos_token="<end>")
 
 
 @pytest.fixture(scope="session")

@@ -6,6 +6,7 @@ import pytest
 import torch
 from device import INTERPRETED, calls_of_kernels, needs_device
 from gpu_caches import SCALING, cache_of, moved, read, text_of
+from graphs import Graphs
 from sizes import compress
 from tiny_families import teacher, tokens
 from transformers import DynamicCache, StaticCache
@@ -19,22 +20,8 @@ pytestmark = needs_device
 @pytest.fixture(autouse=True)
 def cuda_graphs(monkeypatch):
     """In the interpreter as well."""
-    torch._dynamo.reset()
     if INTERPRETED:
         monkeypatch.setattr(entries, "in_cuda_graphs", lambda x: True)
-
-
-class Graphs:
-    """A backend that keeps the names of our operators in each graph."""
-
-    def __init__(self, backend: str) -> None:
-        self.calls: list[list[str]] = []
-        self.compile = torch._dynamo.lookup_backend(backend)
-
-    def __call__(self, graph, inputs):
-        names = [str(node.target) for node in graph.graph.nodes if node.op == "call_function"]
-        self.calls.append([name for name in names if name.startswith("dofla.")])
-        return self.compile(graph, inputs)
 
 
 @pytest.mark.interpreter
@@ -71,7 +58,7 @@ def test_a_step_is_one_graph_that_updates_a_static_cache_in_place(kind):
     if kind == "padded":
         mask = moved((torch.arange(9) >= torch.tensor([[3], [0]])).long())
     wanted, _ = steps(model, model, ids, mask, DynamicCache(config=model.config))
-    backend = Graphs("aot_eager")
+    backend = Graphs()
     step = torch.compile(model, fullgraph=True, backend=backend)
     own = DynamicCache(config=model.config) if kind == "dynamic" else StaticCache(model.config, 64)
     found, places = steps(step, model, ids, mask, own)
