@@ -22,6 +22,7 @@ import dofla
 from dofla.integration import checkpoint
 from dofla.integration.checkpoint import ADAPTER, WEIGHTS, feature_map_tensors, load_model
 from dofla.integration.converted import Converted
+from dofla.integration.interface import computed_instead
 from dofla.runs.demo import model_path
 from dofla.storage.files import sha256
 
@@ -84,7 +85,7 @@ def test_the_attention_asked_for_when_opening_is_that_of_the_teacher(folder, ask
     opened = AutoModelForCausalLM.from_pretrained(folder, attn_implementation=asked)
     assert_close(logits(opened), logits(student("llama", "ragged")), rtol=0, atol=0)
     with dofla.original(opened):
-        assert opened.config._attn_implementation == asked.replace("dofla", "sdpa")
+        assert computed_instead(opened.config) == asked.replace("dofla", "sdpa")
         assert_close(logits(opened), logits(teacher("llama")), **LOGITS)
 
 

@@ -126,7 +126,7 @@ class Checkpoint:
         for name, parameter in _parameters(tensors).items():
             for key in _MOMENTS:
                 tensors[f"{name}:{key}"] = self.optimizer.state[parameter].get(key, torch.zeros_like(parameter))
-        metadata = {"settings": json.dumps(self.settings), "seconds": f"{self.seconds:.1f}"}
+        metadata = {"settings": json.dumps(self.settings), "seconds": f"{self.seconds:.3f}"}
         write_tensors(folder / STATE, tensors | {"curve": torch.tensor(curve, dtype=torch.float64)}, metadata)
         curves = {name: [losses[n] for losses in curve] for n, name in enumerate(self.columns)}
         write_json(folder / CURVES, {"loss": self.settings["loss"], "layers": curves})

@@ -36,7 +36,7 @@ Visitor = Callable[..., None]
 _token_by_token: ContextVar[bool] = ContextVar("dofla_token_by_token", default=False)
 _visitor: ContextVar[tuple[Visitor | None, Callable] | None] = ContextVar("dofla_visitor", default=None)
 _instead: ContextVar[Mapping[int, str]] = ContextVar("dofla_instead", default={})  # noqa: B039 never changed
-"""By the id of a config, the attention that models with it compute instead of dofla's."""
+"""The attention that models compute instead of dofla's, by the id of their config."""
 
 
 def dofla_attention(
@@ -57,8 +57,8 @@ def dofla_attention(
     no counterpart here, as no weight is ever formed, and is left out.
     """
     if name := computed_instead(module.config):
-        function = ALL_ATTENTION_FUNCTIONS.get(name) or _eager_of(module)
-        return function(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
+        run = ALL_ATTENTION_FUNCTIONS.get(name) or _eager_of(module)
+        return run(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
     layer = module._modules.get("dofla")  # as an attribute of a module it takes ten times as long to find
     if not isinstance(layer, AttentionLayer):
         return softmax_attention(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
@@ -190,6 +190,8 @@ def recording_attention(
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """Attention that shows its inputs to the visitor of :func:`visiting` first."""
+    if computed_instead(module.config):
+        return dofla_attention(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
     visit, run = _visitor.get() or (None, softmax_attention)
     attention_mask = plain_mask(attention_mask, module)
     if visit is not None:
@@ -200,13 +202,15 @@ def recording_attention(
 @contextmanager
 def attention_implementation(model: PreTrainedModel, name: str) -> Iterator[None]:
     """Within the block the model computes its attention with the implementation registered as ``name``."""
-    before = model.config._attn_implementation
+    before, configs = model.config._attn_implementation, _configs(model)
     model.set_attn_implementation(name)
+    token = _instead.set({own: other for own, other in _instead.get().items() if own not in configs})
     try:
         if model.config._attn_implementation != name:
             raise DoflaError(unreachable(model))
         yield
     finally:
+        _instead.reset(token)
         model.set_attn_implementation(before)
 
 
@@ -216,8 +220,7 @@ def computing(model: PreTrainedModel, name: str) -> Iterator[None]:
 
     Compiled graphs have the attention that they were traced with: no thread uses any meanwhile.
     """
-    configs = {id(own) for module in model.modules() if (own := getattr(module, "config", None)) is not None}
-    token = _instead.set({**_instead.get(), **dict.fromkeys(configs, name)})
+    token = _instead.set({**_instead.get(), **dict.fromkeys(_configs(model), name)})
     _no_graphs.enter()
     try:
         yield
@@ -229,6 +232,11 @@ def computing(model: PreTrainedModel, name: str) -> Iterator[None]:
 def computed_instead(config: object) -> str | None:
     """The name of the attention that models with this config compute in this thread; None if it is dofla's."""
     return None if torch.compiler.is_compiling() else _instead.get().get(id(config))
+
+
+def _configs(model: PreTrainedModel) -> set[int]:
+    """The ids of the configs of a model and its parts."""
+    return {id(own) for module in model.modules() if (own := getattr(module, "config", None)) is not None}
 
 
 class _NoGraphs:

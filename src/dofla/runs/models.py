@@ -96,7 +96,7 @@ class Models(ABC, Generic[Asked, Spec]):
 
     def record(self, history: History, home: Path) -> None:
         """Write the seconds and settings of a training."""
-        write_json(home / _TRAINED, {"seconds": round(history.seconds, 1), **history.settings})
+        write_json(home / _TRAINED, {"seconds": round(history.seconds, 3), **history.settings})
 
 
 def recorded_seconds(path: Path) -> float:
