@@ -268,7 +268,7 @@ def change_tensors(path, change):
         (lambda a: (a / "plan.json").write_text("{"), "plan.json is not a plan"),
         (lambda a: (a / ADAPTER).write_text("[1]"), rf"{ADAPTER} is not a dofla adapter"),
         (lambda a: describe(a, base_model=None), "names no base model"),
-        (lambda a: describe(a, base_model="no/such/model/anywhere"), "cannot load model"),
+        (lambda a: describe(a, base_model="no/such/model/anywhere"), "is no folder, and no name that the hub"),
         (lambda a: describe(a, base_model=3), "base_model"),
         (lambda a: change_tensors(a / WEIGHTS, lambda t: t.popitem()), "is on one side only"),
         (
@@ -331,7 +331,7 @@ def shorten_a_feature_map(tensors):
     [
         (lambda f: cut(f / "model.safetensors"), "cannot load model"),
         (lambda f: (f / "model.safetensors").unlink(), "cannot load model"),
-        (lambda f: (f / "config.json").unlink(), "cannot load model"),
+        (lambda f: (f / "config.json").unlink(), "has no config"),
         (lambda f: (f / "config.json").write_text("{"), "cannot load model"),
         (rename_layers, r"model\.layers\.0\.attn"),
         (

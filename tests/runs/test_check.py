@@ -149,7 +149,7 @@ def test_a_model_is_told_of_for_people_and_for_programs(capsys):
         ({"config.json": '{"model_type": "llama", "hidden_size": "x"}'}, "field 'hidden_size': TypeError"),
         (
             {"config.json": '{"model_type": "llama", "quantization_config": {"quant_method": "dofla"}}'},
-            "of a converted model",
+            "is compressed or linearized already: give its base model",
         ),
     ],
 )

@@ -65,9 +65,11 @@ def calibrate(
 ) -> dict[str, Any]:
     """Measure what compress needs to know of a model, for any size."""
     from dofla import calibrate as measure
+    from dofla.runs.check import target_of
     from dofla.runs.opening import open_original
 
     view = current_view()
+    target_of(model, settings.get("context"), settings.get("keep_softmax", ()))
     opened, tokenizer = open_original(model, device=device, **opening)
     windows = windows_from(data, opened, tokenizer, text)
     with view.progress("calibrate") as bar:
@@ -104,8 +106,10 @@ def compress(
     """Compress the cache of a model to a constant size; no training."""
     from dofla import Calibration
     from dofla import compress as make
+    from dofla.compression.compress import check_fit
     from dofla.integration.checkpoint import warn_of_local_base, write_adapter
     from dofla.integration.converted import Converted
+    from dofla.runs.check import target_of
     from dofla.runs.opening import open_original
     from dofla.storage.files import new_folder
 
@@ -115,6 +119,9 @@ def compress(
         raise DoflaError(f"--calibration {calibration} and --data {data} are both given: give one of them")
     view, kinds = current_view(), {"compressed model": out, "adapter": adapter}
     measured = None if calibration is None else Calibration.load(calibration)
+    if target := target_of(model, settings.get("context"), settings.get("keep_softmax", ())):  # before minutes go
+        given = {name: settings[name] for name in ("head_budgets", "retrieval_heads", "prefill") if name in settings}
+        check_fit(target, target.size(size, ratio), measured, **given)
     with ExitStack() as stack:
         folders = {kind: stack.enter_context(new_folder(path)) for kind, path in kinds.items() if path is not None}
         compressed, tokenizer = open_original(model, device=device, **opening)
@@ -172,11 +179,13 @@ def frontier(
     """Find the smallest cache that keeps the quality on your text."""
     from dofla.compression.config import WINDOWS
     from dofla.report import write_page_beside
+    from dofla.runs.check import target_of
     from dofla.runs.frontier import ADAPTERS, FRONTIER
     from dofla.runs.frontier import frontier as measure
     from dofla.runs.opening import open_original
 
     view, lengths = current_view(), list(dict.fromkeys(lengths or [512]))
+    target_of(model, settings.get("context"))
     opened, tokenizer = open_original(model, device=device, **opening)
     windows = windows_from(data, opened, tokenizer, {**cutting, "windows": WINDOWS})
     texts = {}

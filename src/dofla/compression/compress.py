@@ -86,7 +86,7 @@ def compress(
         raise DoflaError("nothing to calibrate on: give windows of text, or a calibration")
     target = Target.of(model, context, keep_softmax)
     total = target.size(size, ratio)
-    check_fit(target, total, calibration, head_budgets, retrieval_heads, tokenizer, prefill)
+    check_fit(target, total, calibration, head_budgets, retrieval_heads, prefill, tokenizer is not None)
     if calibration is None:
         assert windows is not None
         calibration = measure(
@@ -125,11 +125,11 @@ def with_calibration(
 def check_fit(
     target: Target,
     size: int,
-    calibration: Calibration | None,
-    head_budgets: str,
-    retrieval_heads: int,
-    tokenizer: PreTrainedTokenizerBase | None,
-    prefill: str,
+    calibration: Calibration | None = None,
+    head_budgets: str = "measured",
+    retrieval_heads: int = 0,
+    prefill: str = "auto",
+    has_tokenizer: bool = True,
 ) -> None:
     """DoflaError for a size that is too small, whatever the head budgets turn out to be; or retrieval heads that will
     not be found or have no room."""
@@ -137,7 +137,7 @@ def check_fit(
     sites = target.compressed
     heads = [(site.name, head) for site in sites for head in range(site.kv_heads)]
     ranked = calibration is not None and bool(calibration.retrieval)
-    check_retrieval_heads(retrieval_heads, len(heads), tokenizer, ranked)
+    check_retrieval_heads(retrieval_heads, len(heads), ranked or has_tokenizer)
     if retrieval_heads and not ranked and calibration is not None:
         raise DoflaError(
             f"retrieval_heads is {retrieval_heads}, and the calibration ranks none: calibrate with the tokenizer "

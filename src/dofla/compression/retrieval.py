@@ -55,14 +55,14 @@ def rank_heads(
     return [head for _, head in sorted(zip(parts, heads, strict=True), reverse=True)]
 
 
-def check_retrieval_heads(count: int, total: int, tokenizer: PreTrainedTokenizerBase | None, ranked: bool) -> None:
+def check_retrieval_heads(count: int, total: int, known: bool) -> None:
     """DoflaError unless so many of the ``total`` KV heads can hold every token: fewer than none, more than all, or
-    heads that are neither ``ranked`` nor can be, without a tokenizer."""
+    heads that are neither ranked nor can be, without a tokenizer."""
     if not isinstance(count, int) or count < 0:
         raise DoflaError(f"retrieval_heads is {count!r}: give how many KV heads are to hold every token, or 0")
     if count > total:
         raise DoflaError(f"retrieval_heads is {count}: the model has {total} KV heads")
-    if count and not ranked and tokenizer is None:
+    if count and not known:
         raise DoflaError(f"retrieval_heads is {count}: give the tokenizer too, which writes needles into the text")
 
 

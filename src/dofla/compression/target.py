@@ -51,11 +51,12 @@ class Target:
         tokens."""
         if context is not None:
             check_numbers(context=context)
-        name, sites = model.config._name_or_path or type(model).__name__, attention_sites(model)
-        digest = _fingerprint(model, sites)
-        return cls(
-            name, type(model).__name__, model.config, sites, digest, positions_of(model), context, keep_softmax or ()
-        )
+        kind, positions = type(model).__name__, positions_of(model)
+        if context is not None and positions is not None and context > positions:
+            raise DoflaError(f"context is {context}: the model has {positions} positions")
+        sites = attention_sites(model)
+        name, digest = model.config._name_or_path or kind, _fingerprint(model, sites)
+        return cls(name, kind, model.config, sites, digest, positions, context, keep_softmax or ())
 
     @property
     def length(self) -> int | None:

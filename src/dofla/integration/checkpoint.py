@@ -16,6 +16,7 @@ from transformers.pytorch_utils import Conv1D
 
 from dofla.attention.coding.coder import check_coders
 from dofla.errors import DoflaError, about
+from dofla.integration.contents import ADAPTER, check_model
 from dofla.integration.converted import Converted, is_converted
 from dofla.integration.hub import fetch, hub_name
 from dofla.integration.lora import factor_pairs, merge_factors
@@ -35,7 +36,7 @@ from dofla.storage.tensors import read_tensors, write_tensors
 
 logger = logging.getLogger(__name__)
 
-ADAPTER, WEIGHTS = "dofla_adapter.json", "dofla.safetensors"
+WEIGHTS = "dofla.safetensors"
 LORA, TRAINED = "lora.safetensors", "weights.safetensors"
 _FORMAT = 2
 _GIVE_IT = "base_model=FOLDER_OR_NAME (behind --set on the command line) says where it is"
@@ -322,6 +323,7 @@ def load_model(
     Raises:
         DoflaError: no such model, no such class, or a checkpoint that does not load.
     """
+    check_model(str(name))
     # Without the safetensors flag transformers would fall back to pickled weights.
     kwargs = {"use_safetensors": True, **kwargs}
     # Tensors of another shape are let pass and named below; transformers says no more than that there are some.

@@ -12,7 +12,6 @@ import torch
 from torch import nn
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-from transformers.utils import CONFIG_NAME
 
 from dofla.compression.plan import compressed_plan
 from dofla.compression.size import parse_size
@@ -20,12 +19,11 @@ from dofla.compression.target import Target
 from dofla.display import Part, Result, size, table
 from dofla.errors import DoflaError
 from dofla.integration.checkpoint import class_of
+from dofla.integration.contents import check_model, check_unconverted
 from dofla.integration.converted import is_converted
-from dofla.integration.hub import hub_name
 from dofla.integration.packages import packaged_path
 from dofla.integration.positions import positions_of
 from dofla.integration.precision import is_slow
-from dofla.integration.quantizer import METHOD
 from dofla.integration.reading import check_readable
 from dofla.integration.sites import AttentionSite, a_few_tokens, check_kept
 from dofla.integration.weightless import StandInProducts, without_weights
@@ -210,6 +208,21 @@ def check(
     return found
 
 
+def target_of(model: str, context: int | None = None, keep_softmax: Collection[str] = ()) -> Target | None:
+    """The target that a model is by its config alone; None if nothing can be said without its weights. DoflaError as
+    :func:`dofla.compress`: for what is wrong before weights and text are read."""
+    opened = _from_config(model, False)
+    with StandInProducts():
+        try:
+            target = Target.of(opened, context, keep_softmax)
+        except DoflaError:
+            raise
+        except _FAILURES:
+            return None
+    target.compressed  # noqa: B018 refuses what cannot be compressed
+    return target
+
+
 def _plans(target: Target, sizes: list[int | None], ratio: float | None) -> Iterator[Plan]:
     """The plan of each size that has room for a token of each kind."""
     for asked in sizes:
@@ -220,11 +233,8 @@ def _plans(target: Target, sizes: list[int | None], ratio: float | None) -> Iter
 def _from_config(given: PreTrainedConfig | str | Path, trust_remote_code: bool) -> PreTrainedModel:
     """The model of a config, without weights."""
     config = given if isinstance(given, PreTrainedConfig) else _config(str(given), trust_remote_code)
-    method = getattr(config, "quantization_config", None) or {}
-    if (method if isinstance(method, dict) else vars(method)).get("quant_method") == METHOD:
-        raise DoflaError(
-            f"{given if isinstance(given, (str, Path)) else 'the config'} is of a converted model: give its base"
-        )
+    what = str(given) if isinstance(given, (str, Path)) else "the model of the config"
+    check_unconverted(getattr(config, "quantization_config", None), what)
     kind = class_of(config, trust_remote_code=trust_remote_code)
     if kind is AutoModel and config.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         kind = AutoModelForCausalLM
@@ -237,10 +247,7 @@ def _from_config(given: PreTrainedConfig | str | Path, trust_remote_code: bool) 
 
 def _config(name: str, trust_remote_code: bool) -> PreTrainedConfig:
     place = packaged_path(name)
-    if Path(place).is_dir() and not (Path(place) / CONFIG_NAME).exists():
-        raise DoflaError(f"the folder {place} has no {CONFIG_NAME}: give that of a model")
-    if not Path(place).is_dir() and not hub_name(place):
-        raise DoflaError(f"{name!r} is no folder, and no name that the hub could have: give one of these")
+    check_model(place)
     try:
         written, _ = PreTrainedConfig.get_config_dict(place)
         if "auto_map" in written and written.get("model_type") not in CONFIG_MAPPING and not trust_remote_code:

@@ -37,8 +37,8 @@ class CompressedModels(Models[Compression, ModelSpec]):
         recipe, model = self.recipe, self.opened.model
         tokenizer = self.opened.tokenizer if recipe.retrieval_heads else None
         target = Target.of(model, recipe.context, recipe.keep_softmax)
-        size, heads = target.size(recipe.size, recipe.ratio), (recipe.head_budgets, recipe.retrieval_heads, tokenizer)
-        check_fit(target, size, None, *heads, recipe.prefill)  # before minutes are spent
+        size = target.size(recipe.size, recipe.ratio)
+        check_fit(target, size, None, recipe.head_budgets, recipe.retrieval_heads, recipe.prefill)  # before minutes go
         with self.view.progress("calibrate") as bar:
             measured: Calibration = calibrate(
                 model,

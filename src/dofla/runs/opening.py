@@ -13,6 +13,7 @@ from transformers import AutoProcessor, AutoTokenizer, PreTrainedModel, PreTrain
 from dofla.data import TokenWindows
 from dofla.errors import DoflaError, check_choice
 from dofla.integration.checkpoint import load, load_any, load_model
+from dofla.integration.contents import check_original
 from dofla.integration.packages import packaged_path
 from dofla.integration.precision import half_is_slow
 from dofla.integration.reading import check_readable
@@ -22,6 +23,7 @@ from dofla.runs.recipe import DataSpec
 from dofla.runs.view import View
 
 logger = logging.getLogger(__name__)
+_TOKENIZERS = ("*token*", "vocab*", "*.model", "*.spm", "merges*")  # names of files
 
 
 def windows_of(
@@ -62,7 +64,9 @@ def open_original(
     """
     path = packaged_path(name)
     logger.info("loading %s", path)
-    return _placed(partial(load_model, path), dtype, device, offload), load_tokenizer(path)
+    check_original(path)
+    tokenizer = load_tokenizer(path)  # takes less time than weights to fail
+    return _placed(partial(load_model, path), dtype, device, offload), tokenizer
 
 
 def open_converted(
@@ -148,6 +152,9 @@ def device_of(name: str | None) -> torch.device:
 def load_tokenizer(*places: str | Path) -> PreTrainedTokenizerBase:
     """The tokenizer from the first of the folders or hub names that has one."""
     for place in places:
+        if Path(place).is_dir() and not any(any(Path(place).glob(pattern)) for pattern in _TOKENIZERS):
+            reason = "the folder holds none: copy that of its base model there"  # transformers makes up an empty one
+            continue
         try:
             # Said outright, for otherwise transformers asks on the terminal whether to run a repository's code.
             tokenizer = AutoTokenizer.from_pretrained(place, trust_remote_code=False)
