@@ -14,11 +14,18 @@ After ``import dofla`` the stock ``AutoModelForCausalLM.from_pretrained("out")``
 """
 
 import importlib
+import os
+import sys
 
 import lazy_loader
 import wrapt
 
 __version__ = "0.2.0"
+
+# Threads of OpenMP that have done their part sleep: spinning, their habit, takes the core from whoever should finish,
+# and three times the time on a busy machine. torch reads this once, when it is imported.
+if "torch" not in sys.modules:
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 # What is exported stands in __init__.pyi. Each name is imported when it is first used, so that `import dofla` costs
 # nothing; transformers learns of dofla as soon as it can hold a model, whoever imports it.

@@ -58,7 +58,7 @@ def test_a_model_of_either_kind_is_wanted_and_none_is_there(home, name):
 
 
 def test_a_folder_without_a_tokenizer_is_told_from_one_with_an_empty_one(home, tmp_path):
-    with pytest.raises(DoflaError, match=r"no tokenizer in .*/base: the folder holds none: copy that of its base model"):
+    with pytest.raises(DoflaError, match=r"no tokenizer in .*/base: the folder holds none: copy that of its base"):
         open_original(str(home / "base"))
     shutil.copytree(model_path(), tmp_path / "other")
     assert load_tokenizer(home / "base", tmp_path / "other").vocab_size == 2048

@@ -16,7 +16,7 @@ from dofla.cli.chat import chat
 from dofla.cli.compression import calibrate, check, compress, frontier
 from dofla.cli.pipeline import allocate, curves, demo, distill, profile, report, run
 from dofla.cli.reproduce import reproduce
-from dofla.cli.threads import configure_threads
+from dofla.cli.memory import keep_memory
 from dofla.cli.using import evaluate, generate, serve
 from dofla.cli.verb import VERBOSITY, Debug, Json, Quiet, Verb, Verbose, Verbosity
 from dofla.cli.verb import verb as as_verb
@@ -59,7 +59,7 @@ def options(
 
 def main() -> None:
     """Entry point. Bad input is one line on standard error and exit code 2; a fault of dofla's own one line and 1."""
-    configure_threads()
+    keep_memory()
     VERBOSITY.set(Verbosity(debug="--debug" in sys.argv))  # until the command line is read, which may fail, too
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):

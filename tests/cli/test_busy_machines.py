@@ -1,4 +1,4 @@
-"""What the command line settles for its own process, before torch is there."""
+"""What is settled before torch is there: how threads wait, and for a verb what freed memory does."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ OWN = ("OMP_", "GOMP_", "KMP_", "MALLOC_", "GLIBC_")
 # Page faults of taking the same memory a second time, for a first time that took some.
 TAKEN_TWICE = """
 import resource
-from dofla.cli.threads import configure_threads
-configure_threads()
+from dofla.cli.memory import keep_memory
+keep_memory()
 def faults():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     bytearray(64 << 20)
@@ -33,11 +33,16 @@ def carried_out(*command: str, **environment: str) -> subprocess.CompletedProces
 @pytest.mark.slow
 @linux
 @pytest.mark.parametrize(
-    ("given", "spins"), [({}, "0"), ({"OMP_WAIT_POLICY": "ACTIVE"}, "30000000000"), ({"GOMP_SPINCOUNT": "7"}, "7")]
+    ("program", "given", "spins"),
+    [
+        ("import dofla, torch", {}, "0"),
+        ("import dofla, torch", {"OMP_WAIT_POLICY": "ACTIVE"}, "30000000000"),
+        ("import dofla, torch", {"GOMP_SPINCOUNT": "7"}, "7"),
+        ("import torch, dofla", {"OMP_WAIT_POLICY": "ACTIVE"}, "30000000000"),
+    ],
 )
-def test_threads_of_a_verb_sleep_while_they_wait(given, spins, tmp_path):
-    command = [sys.executable, *f"-m dofla profile {tmp_path} --data sample --out {tmp_path}/none".split()]
-    shown = carried_out(*command, OMP_DISPLAY_ENV="verbose", **given).stderr
+def test_threads_sleep_while_they_wait(program, given, spins):
+    shown = carried_out(sys.executable, "-c", program, OMP_DISPLAY_ENV="verbose", **given).stderr
     assert f"GOMP_SPINCOUNT = '{spins}'" in shown
 
 
