@@ -42,7 +42,7 @@ lint: venv
 	$(BIN)/mypy
 
 # The site, in build/docs; a broken link is an error. The variable silences a word about other software.
-docs: venv
+docs: $(VENV)/package
 	$(BIN)/python -m pip install --quiet -r requirements/docs.txt
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 

@@ -14,9 +14,9 @@ import typer
 from dofla import __version__
 from dofla.cli.chat import chat
 from dofla.cli.compression import calibrate, check, compress, frontier
+from dofla.cli.memory import keep_memory
 from dofla.cli.pipeline import allocate, curves, demo, distill, profile, report, run
 from dofla.cli.reproduce import reproduce
-from dofla.cli.memory import keep_memory
 from dofla.cli.using import evaluate, generate, serve
 from dofla.cli.verb import VERBOSITY, Debug, Json, Quiet, Verb, Verbose, Verbosity
 from dofla.cli.verb import verb as as_verb
