@@ -141,12 +141,25 @@ def test_sharing(student, capsys):
 
 
 @pytest.mark.slow
-def test_the_notebook_runs(tmp_path):
-    notebook = nbformat.read(EXAMPLES / "compress.ipynb", as_version=4)
-    NotebookClient(notebook, resources={"metadata": {"path": str(tmp_path)}}).execute()
-    said = ["".join(out.get("text", "") for out in cell.get("outputs", [])) for cell in notebook.cells]
+def test_the_notebook_on_compression_runs(tmp_path):
+    said = executed("compress", tmp_path)
     assert re.findall(r"(\w+) +\d+\.\d{3}", said[-3]) == ["48KiB", "64KiB", "96KiB", "original"]
     assert "Once upon a time, there was a" in said[-1]
+
+
+@pytest.mark.slow
+def test_the_notebook_on_the_paper_runs(tmp_path):
+    said = executed("paper", tmp_path)
+    assert "Degrees of freedom, layer" in said[3]
+    assert "not to be trusted" not in said[3]
+    assert re.findall(r"(\w+) +\d+\.\d{3} nats", said[-2]) == ["fixed", "dof"]
+
+
+def executed(name: str, folder: Path) -> list[str]:
+    """What each cell of a notebook prints."""
+    notebook = nbformat.read(EXAMPLES / f"{name}.ipynb", as_version=4)
+    NotebookClient(notebook, resources={"metadata": {"path": str(folder)}}).execute()
+    return ["".join(out.get("text", "") for out in cell.get("outputs", [])) for cell in notebook.cells]
 
 
 @pytest.mark.long
