@@ -66,6 +66,8 @@ def test_lines_of_a_pipe_are_turns(folder, monkeypatch, capsys, plain):
     first, _, stats, again, last = out.splitlines()
     assert first == again
     assert "no chat template" in err
+    assert _HELP in err
+    assert err.count("… (cut at --new-tokens 6)\n") == 3
     (tokens, cache, full), (before, *_) = (STATS.fullmatch(line).groups() for line in (last, stats))
     assert int(before) > int(tokens) > 6
     assert (cache == full) == plain
@@ -76,8 +78,8 @@ def test_what_was_said_is_read_once_and_the_answer_is_the_models(folder, tokeniz
     model = dofla.demo()[0] if plain else dofla.load(folder)
     conversation = Conversation(model, tokenizer, new_tokens=5)
     pieces = []
-    first, stopped = conversation.answer("Once upon a time", pieces.append)
-    assert ("".join(pieces), stopped) == (first, False)
+    first, ending = conversation.answer("Once upon a time", pieces.append)
+    assert ("".join(pieces), ending) == (first, "cut")
     conversation.answer("Then", pieces.append)
     assert conversation.writer.read <= len(tokenizer("\nThen")["input_ids"]) + 1
     ids = tokenizer("Once upon a time", return_tensors="pt")["input_ids"]
@@ -124,6 +126,16 @@ def test_an_answer_is_stopped_and_the_conversation_goes_on(folder, typed, monkey
     assert call("chat", folder, "--new-tokens", 40) == 0
     assert " [stopped]" in capsys.readouterr().out
     assert len(pieces) > 2
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_an_answer_that_ends_with_its_last_token_is_complete(tiny, tokenizer, several):
+    model = tiny.llama(vocab_size=2048)
+    answers = Conversation(model, tokenizer, new_tokens=3)
+    answers.answer("Once upon a time", lambda _: None)
+    end = answers._tokens[-1]
+    model.generation_config.eos_token_id = [end, 1] if several else end
+    assert Conversation(model, tokenizer, new_tokens=3).answer("Once upon a time", lambda _: None)[1] == "complete"
 
 
 def test_what_cannot_be_chatted_with_is_refused(tiny, tokenizer, folder, capsys):

@@ -132,7 +132,7 @@ class Person:
     def send_nonsense(self):
         bodies = (b"{", b"\xff", b"[]", {"messages": []}, {"messages": "a"}, {**self.body(), "max_tokens": 0})
         self.messages = self.messages[:-1]
-        assert self.asks(self.random.choice(bodies))[0] in (400, 422)
+        assert self.asks(self.random.choice(bodies))[0] == 400
 
     def lack_the_key(self):
         assert self.client.ask("/v1/chat/completions", self.body())[0] == 401

@@ -12,7 +12,7 @@ from dofla.serving.guard import Guard, check_key
 
 
 def asked(key, headers=(), path="/v1/models"):
-    """What a client hears of a server with this key."""
+    """What a client hears of a server with this key, which takes four bytes."""
     heard = []
 
     async def receive():
@@ -22,7 +22,7 @@ def asked(key, headers=(), path="/v1/models"):
         heard.append(message)
 
     scope = {"type": "http", "path": path, "headers": list(headers)}
-    asyncio.run(Guard(echo, key)(scope, receive, send))
+    asyncio.run(Guard(echo, key, 4)(scope, receive, send))
     return heard[0]["status"], b"".join(message.get("body", b"") for message in heard[1:])
 
 
@@ -54,12 +54,22 @@ def bearer(key: bytes):
 def test_without_the_key_nobody_is_let_in(headers):
     status, said = asked("secret", headers)
     assert status == 401
-    assert json.loads(said) == {"detail": "a key is needed: Authorization: Bearer KEY"}
+    message = "a key is needed: Authorization: Bearer KEY"
+    error = {"message": message, "type": "invalid_request_error", "param": None, "code": "invalid_api_key"}
+    assert json.loads(said) == {"error": error}
 
 
 @pytest.mark.parametrize("header", [b"Bearer secret", b"bearer secret", b"Bearer  secret "])
 def test_with_the_key_one_is_let_in(header):
     assert asked("secret", bearer(header)) == (200, b"text")
+
+
+def test_what_says_that_it_is_too_large_is_refused_and_who_lacks_the_key_hears_of_that_first():
+    large = [(b"content-length", b"5")]
+    status, said = asked(None, large)
+    assert (status, json.loads(said)["error"]["message"]) == (413, "the request has more than 4 bytes")
+    assert asked(None, [(b"content-length", b"4")])[0] == 200
+    assert asked("secret", large)[0] == 401
 
 
 def test_without_a_key_all_are_let_in_and_anyone_may_ask_for_health():

@@ -39,6 +39,8 @@ def chat(
         view.note("the tokenizer has no chat template: the model continues your text")
     if asked:
         view.show(_HELP)
+    elif not view.quiet:
+        view.note(_HELP)
     set_seed(**draws)
     turns = []
     for line in filter(str.strip, _lines(asked)):
@@ -53,14 +55,17 @@ def chat(
             view.note(_HELP)
         else:
             try:
-                text, interrupted = conversation.answer(line, view.stream)
+                text, ending = conversation.answer(line, view.stream)
             except DoflaError as error:
                 if not asked:
                     raise
                 view.note(f"{error}, or /reset")
                 continue
-            view.answer(" [stopped]" if interrupted else "")
-            turns.append({"prompt": line, "text": text, "interrupted": interrupted})
+            view.answer(" [stopped]" if ending == "interrupted" else "")
+            if ending == "cut" and not view.quiet:
+                view.note(f"… (cut at --new-tokens {new_tokens})")
+            ended = {"interrupted": ending == "interrupted", "cut": ending == "cut"}
+            turns.append({"prompt": line, "text": text, **ended})
     return {"model": model, "turns": turns, **conversation.stats()}
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, cast
+from typing import Any, Literal, TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -15,6 +15,8 @@ from dofla.integration.offload import device_of
 from dofla.integration.reading import keeps_states
 from dofla.integration.sites import attention_sites
 from dofla.serving.session import Session
+
+Ending: TypeAlias = Literal["complete", "cut", "interrupted"]
 
 
 class Conversation:
@@ -58,7 +60,7 @@ class Conversation:
         # A model with a cache of its own kind reads each turn as a whole.
         self.writer: Any = Session(self.model, most=1) if keeps_states(self.model) else self.model
 
-    def answer(self, text: str, show: Callable[[str], None]) -> tuple[str, bool]:
+    def answer(self, text: str, show: Callable[[str], None]) -> tuple[str, Ending]:
         """Read a turn and write the next; what is written by Ctrl-C is a turn, too.
 
         Args:
@@ -66,22 +68,26 @@ class Conversation:
             show: called with the answer, piece by piece.
 
         Returns:
-            The answer, and whether it was interrupted.
+            The answer, and how it ended: by itself, at ``new_tokens``, or by Ctrl-C.
         """
         ids = self._prompt(text)
         options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": self.new_tokens}
         if self.sample:
             options["do_sample"] = True
-        written, interrupted = _Written(self.tokenizer, show), False
+        written, ending = _Written(self.tokenizer, show), cast("Ending", "complete")
+        stops = self.model.generation_config.eos_token_id
+        stops = stops if isinstance(stops, list) else [stops]
         try:
             self.writer.generate(ids, streamer=written, **options)
+            if len(written.tokens) == self.new_tokens and written.tokens[-1] not in stops:
+                ending = "cut"
         except KeyboardInterrupt:
             written.end()
-            interrupted = True
+            ending = "interrupted"
         self._tokens = ids[0].tolist() + written.tokens
         found = str(self.tokenizer.decode(written.tokens, skip_special_tokens=True))
         self._messages += [{"role": "user", "content": text}, {"role": "assistant", "content": found}]
-        return found, interrupted
+        return found, ending
 
     def stats(self) -> dict[str, int]:
         """Tokens so far, bytes of the cache, and bytes of a key-value cache of these tokens in the model's dtype."""

@@ -1,14 +1,15 @@
-"""Guard between clients and the server: who does not send the key is not let in."""
+"""Guard between clients and the server: who does not send the key is not let in, nor is what is too large."""
 
 from __future__ import annotations
 
 import hmac
 import re
 
-from starlette.responses import JSONResponse
+from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from dofla.errors import DoflaError
+from dofla.serving.errors import error_response
 
 _OPEN = ("/health",)
 """Places that anyone may ask, as those who watch over a server do."""
@@ -26,17 +27,22 @@ class Guard:
     Args:
         app: the other.
         key: clients must send it as ``Authorization: Bearer KEY``, else they get 401; None to let in everyone.
+        max_body: size of a request in bytes: one that says it is larger gets 413. The application watches the others.
     """
 
-    def __init__(self, app: ASGIApp, key: str | None) -> None:
+    def __init__(self, app: ASGIApp, key: str | None, max_body: int) -> None:
         check_key(key)
-        self.app, self._wanted = app, None if key is None else f"Bearer {key}".encode()
+        self.app, self._max_body = app, max_body
+        self._wanted = None if key is None else f"Bearer {key}".encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         app = self.app
-        if scope["type"] == "http" and not self._lets_in(scope):
-            said = {"detail": "a key is needed: Authorization: Bearer KEY"}
-            app = JSONResponse(said, 401, {"www-authenticate": "Bearer"})
+        if scope["type"] == "http":
+            if not self._lets_in(scope):
+                said, headers = "a key is needed: Authorization: Bearer KEY", {"www-authenticate": "Bearer"}
+                app = error_response(401, said, code="invalid_api_key", headers=headers)
+            elif int(Headers(scope=scope).get("content-length", 0)) > self._max_body:
+                app = error_response(413, f"the request has more than {self._max_body:,} bytes")
         await app(scope, receive, send)
 
     def _lets_in(self, scope: Scope) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from math import inf
 from typing import Any, NoReturn
 
-from fastapi import HTTPException
+from starlette.exceptions import HTTPException
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.cli.serving.chat_completion import ChatCompletionHandler
@@ -17,6 +17,7 @@ from transformers.cli.serving.utils import BaseHandler
 
 from dofla.errors import DoflaError
 from dofla.integration.reading import check_readable
+from dofla.serving.errors import RequestError
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +31,8 @@ _RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
 )
 """Settings, as generate calls them, that must be within a range."""
 
+_ROLES = ("developer", "system", "user", "assistant", "tool", "function")
+
 
 class _Answers(BaseHandler):
     """Base of handlers, with what is wrong with a request said as such: status 400, and one line."""
@@ -42,7 +45,7 @@ class _Answers(BaseHandler):
         except Exception as error:  # a chat template is a program, and fails in any way, as do fields of any type
             logger.info("a request was refused", exc_info=True)
             said = " ".join(str(error).split()) or type(error).__name__
-            raise HTTPException(400, f"the request lacks {said}" if isinstance(error, KeyError) else said) from error
+            raise RequestError(400, f"the request lacks {said}" if isinstance(error, KeyError) else said) from error
 
     def _build_generation_config(self, body: dict[str, Any], *args: Any, **options: Any) -> GenerationConfig:
         if body.get("logit_bias") is not None:  # clients send whole numbers, which generate refuses
@@ -61,6 +64,8 @@ class _Answers(BaseHandler):
         return read
 
     def _resolve_model(self, body: dict[str, Any]) -> tuple:
+        if body.get("model") is not None:  # who names none means the one that there is
+            self.model_manager.process_model_name(body["model"])
         found = super()._resolve_model(body)
         if not isinstance(self, CompletionHandler) and getattr(found[-1], "chat_template", None) is None:
             raise DoflaError(f"{found[0]} has no chat template: ask /v1/completions")
@@ -69,6 +74,10 @@ class _Answers(BaseHandler):
 
 class Chats(_Answers, ChatCompletionHandler):
     """/v1/chat/completions"""
+
+    def _validate_request(self, body: dict[str, Any]) -> None:
+        super()._validate_request(body)
+        check_messages(body.get("messages"))
 
 
 class Completions(_Answers, CompletionHandler):
@@ -83,12 +92,44 @@ class Completions(_Answers, CompletionHandler):
 class Responses(_Answers, ResponseHandler):
     """/v1/responses"""
 
+    def _validate_request(self, body: dict[str, Any]) -> None:
+        super()._validate_request(body)
+        given = body.get("input")
+        if not isinstance(given, str) and not (isinstance(given, list) and given and all(map(_is_object, given))):
+            raise RequestError(400, "input must be a text, or a list of {role, content} with one or more", "input")
+
 
 class NotServed(BaseHandler):
     """Answers of other kinds than text."""
 
     async def handle_request(self, *_: Any) -> NoReturn:
-        raise HTTPException(404, "the model writes text: ask /v1/chat/completions, /v1/completions or /v1/responses")
+        raise RequestError(404, "the model writes text: ask /v1/chat/completions, /v1/completions or /v1/responses")
+
+
+def check_messages(messages: Any) -> None:
+    """RequestError unless these are messages as OpenAI's API has them."""
+    if not isinstance(messages, list) or not messages:
+        raise RequestError(400, "messages must be a list of {role, content}, with one or more", "messages")
+    for n, message in enumerate(messages):
+        place = f"messages[{n}]"
+        if not _is_object(message) or "role" not in message:
+            raise RequestError(400, f"{place} must be {{role, content}}", place)
+        if message["role"] not in _ROLES:
+            known = ", ".join(_ROLES)
+            raise RequestError(400, f"{place}: role {message['role']!r}; give one of {known}", f"{place}.role")
+        content = message.get("content")
+        if content is None and message["role"] == "assistant":  # it may have called a tool instead
+            continue
+        if not isinstance(content, str) and not (isinstance(content, list) and all(map(_is_part, content))):
+            raise RequestError(400, f"{place}: content must be a text, or a list of {{type, ...}}", f"{place}.content")
+
+
+def _is_object(given: Any) -> bool:
+    return isinstance(given, dict)
+
+
+def _is_part(given: Any) -> bool:
+    return _is_object(given) and isinstance(given.get("type"), str) and isinstance(given.get("text", ""), str)
 
 
 def check_request(model: PreTrainedModel, inputs: Mapping[str, Tensor], settings: GenerationConfig) -> None:

@@ -9,7 +9,6 @@ from ipaddress import ip_address
 from typing import Any
 
 import uvicorn
-from fastapi import HTTPException
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 from transformers.cli.serving.model_manager import ModelManager
 from transformers.cli.serving.server import build_server
@@ -19,6 +18,7 @@ from dofla.errors import DoflaError
 from dofla.integration.reading import keeps_states
 from dofla.serving.compiled_model import CompiledModel
 from dofla.serving.continuous_batching import ContinuousBatching
+from dofla.serving.errors import RequestError, answer_errors
 from dofla.serving.guard import Guard
 from dofla.serving.handlers import Chats, Completions, NotServed, Responses, check_request
 from dofla.serving.models import view
@@ -34,6 +34,12 @@ class _OneModel(ModelManager):
         super().__init__(model_timeout=-1)
         self.force_model, self.model, self.reader = name, model, reader
 
+    def process_model_name(self, model_id: str) -> str:  # type: ignore[override] # theirs adds a revision
+        if model_id != self.force_model:
+            message = f"there is no model {model_id!r}: this server has {self.force_model!r}"
+            raise RequestError(404, message, "model", "model_not_found")
+        return model_id
+
     def load_model_and_processor(
         self, model_id_and_revision: str, progress_callback: Any = None, *_: Any, **__: Any
     ) -> tuple:
@@ -41,8 +47,10 @@ class _OneModel(ModelManager):
             progress_callback({"status": "ready", "model": model_id_and_revision, "cached": True})
         return self.model, self.reader
 
-    def get_gen_models(self) -> list[dict[str, Any]]:  # type: ignore[override] # theirs is a cached function
+    def list_models(self, *_: Any) -> list[dict[str, Any]]:
         return [{"id": self.force_model, "object": "model", "owned_by": "", "created": 0}]
+
+    get_gen_models = list_models  # as transformers before 5.24 calls it
 
     def shutdown(self) -> None:
         """The model stays open."""
@@ -68,7 +76,7 @@ class _AtOnce(GenerateManager):
             raise
         except Exception as error:
             logger.exception("a request failed")
-            raise HTTPException(500, "the server failed") from error
+            raise RequestError(500, "the server failed") from error
 
 
 def conversing(writer: ContinuousBatching | CompiledModel, most: int = 32) -> PreTrainedModel:
@@ -130,4 +138,5 @@ def server(
         generation_state=state,
     )
     app.max_body_size = max_body
-    return uvicorn.Server(uvicorn.Config(Guard(app, key), log_level="warning"))
+    answer_errors(app)
+    return uvicorn.Server(uvicorn.Config(Guard(app, key, max_body), log_level="warning"))
