@@ -5,8 +5,6 @@ compares what is exact by construction bit for bit, and everything else with one
 the bounds are so small that the smallest real fault is far above them.
 """
 
-from __future__ import annotations
-
 from typing import TypeVar
 
 import torch

@@ -1,7 +1,5 @@
 """The command line, carried out in the process of the tests."""
 
-from __future__ import annotations
-
 import sys
 from typing import Any
 

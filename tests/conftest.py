@@ -3,8 +3,6 @@
 Tests compute in one thread, or in ``OMP_NUM_THREADS``, and so do the processes they start.
 """
 
-from __future__ import annotations
-
 import os
 
 os.environ["HF_HUB_OFFLINE"] = "1"

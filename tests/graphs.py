@@ -1,7 +1,5 @@
 """A backend of torch.compile that notes what it compiles."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch
@@ -23,5 +21,5 @@ class Graphs:
         self.weights_given = sum(isinstance(x, torch.nn.Parameter) for x in inputs)
         return self.compile(graph, inputs)
 
-    def __deepcopy__(self, memo: dict) -> Graphs:
+    def __deepcopy__(self, memo: dict) -> "Graphs":
         return self  # transformers copies configurations

@@ -1,7 +1,5 @@
 """A server of a compressed model, in the process of the tests."""
 
-from __future__ import annotations
-
 import http.client
 import json
 import threading

@@ -1,7 +1,5 @@
 """Compressed caches of so many tokens per KV head."""
 
-from __future__ import annotations
-
 import pytest
 
 import dofla

@@ -1,7 +1,5 @@
 """Students of the tiny models."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

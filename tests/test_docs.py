@@ -1,7 +1,5 @@
 """The documentation: its Python runs and prints what it shows, its commands and recipes are ones that dofla takes."""
 
-from __future__ import annotations
-
 import contextlib
 import gzip
 import io

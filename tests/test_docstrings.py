@@ -1,7 +1,5 @@
 """Docstrings are sentences about a thing: they do not continue its name."""
 
-from __future__ import annotations
-
 import ast
 from pathlib import Path
 

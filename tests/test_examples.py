@@ -1,7 +1,5 @@
 """Every file in examples/ does what it says, on a student that is made once."""
 
-from __future__ import annotations
-
 import importlib
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """Two pretrained models, end to end: an encoder by default, a language model in the long run."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from functools import partial

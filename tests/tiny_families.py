@@ -1,7 +1,5 @@
 """Tiny models of many families, with random weights: built in milliseconds, and each the real class of its family."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from functools import cache

@@ -1,7 +1,5 @@
 """How many wrong inputs were tried in a session, no two alike, of which kind, and how they ended."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from collections.abc import Iterator
@@ -21,7 +19,7 @@ class Trials:
         faults: what was wrong with those that ended as none should.
     """
 
-    session: ClassVar[list[Trials]] = []
+    session: ClassVar[list["Trials"]] = []
     tried: ClassVar[set[Any]] = set()
 
     def __init__(self, kind: str) -> None:

@@ -1,7 +1,5 @@
 """A tokenizer of whole words for tiny models, and words for it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 from tokenizers import Tokenizer, models, pre_tokenizers

@@ -1,7 +1,5 @@
 """Compressed caches that are calibrated on random vectors, what they hold, and how far kernels may be from float64."""
 
-from __future__ import annotations
-
 import math
 from itertools import pairwise
 

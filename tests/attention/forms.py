@@ -1,7 +1,5 @@
 """What the tests of the forms of attention share: feature maps, inputs, and float64 truths written pair by pair."""
 
-from __future__ import annotations
-
 import contextlib
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Every form of the arithmetic against the naive float64 one."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import pytest

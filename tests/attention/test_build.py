@@ -1,7 +1,5 @@
 """Building the kernels: each way it can fail leaves a reason, plain torch, and nothing half-written."""
 
-from __future__ import annotations
-
 import importlib.util
 import logging
 import os

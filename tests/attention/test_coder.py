@@ -1,7 +1,5 @@
 """Codes: exact arithmetic, errors as the theory of quantizers has them, bytes as counted."""
 
-from __future__ import annotations
-
 import math
 from itertools import pairwise
 

@@ -1,7 +1,5 @@
 """The compiled kernels: right, taken exactly where they may be, and leaving their inputs alone."""
 
-from __future__ import annotations
-
 import importlib
 from itertools import pairwise
 from math import isqrt

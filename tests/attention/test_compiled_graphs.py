@@ -1,7 +1,5 @@
 """What torch.compile asks of the operators, and heads in its graph: the same numbers, in one graph for all tokens."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from compressed_heads import MOST, SIZE, heads_of, padded, step, vectors

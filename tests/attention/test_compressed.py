@@ -1,7 +1,5 @@
 """Compressed caches against :mod:`dofla.attention.naive_cache`: what they hold bit for bit, outputs up to rounding."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from compressed_heads import HEADS, MOST, SIZE, assert_holds, error_of, heads_of, naive, padded, run, step, vectors

@@ -1,7 +1,5 @@
 """Decoding for long: the state of many single steps in float32 against sums in float64."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Tokens in int8: rounded once, however often they are packed, and shifted as they are."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Exact prefill: outputs are those of softmax attention in float64, and the retained tokens those of highest score."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from arithmetic import sum_error

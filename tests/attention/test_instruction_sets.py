@@ -1,7 +1,5 @@
 """Codes are the same whatever vectors a processor has, one by one or side by side; plain torch is the measure."""
 
-from __future__ import annotations
-
 import ctypes
 import math
 import platform

@@ -1,7 +1,5 @@
 """The readable compressed cache: where a token goes, and eviction rules that can be swapped."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from compressed_heads import SCALING, heads_of

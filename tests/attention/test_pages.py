@@ -1,7 +1,5 @@
 """States as pages of a pool, as a server holds them: what is computed is what states of their own give, bit for bit."""
 
-from __future__ import annotations
-
 from itertools import accumulate
 
 import pytest

@@ -1,7 +1,5 @@
 """The small matrix product of processors on which torch has none: float64's, and nothing else is written."""
 
-from __future__ import annotations
-
 import ctypes
 import platform
 import shutil

@@ -1,7 +1,5 @@
 """Log-features of any size in any order: no form loses digits, and none gives NaN."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Tensors side by side in rows of bytes: nothing is lost, and what is done to rows is done to all of them."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import fields
 

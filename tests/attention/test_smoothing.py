@@ -1,7 +1,5 @@
 """Keys with large biases and outlier channels: attention that is quantized stays near that of float64."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import pytest

@@ -1,7 +1,5 @@
 """What the benchmarks compare with."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

@@ -1,7 +1,5 @@
 """The texts of the benchmarks: which documents of a dataset are taken, and files that one has already."""
 
-from __future__ import annotations
-
 import gzip
 from collections import Counter
 

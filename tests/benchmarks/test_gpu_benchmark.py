@@ -1,7 +1,5 @@
 """``benchmarks/speed/gpu.py`` on a CPU: that it works the first time on a GPU."""
 
-from __future__ import annotations
-
 import json
 import math
 

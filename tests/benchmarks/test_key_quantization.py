@@ -1,7 +1,5 @@
 """``benchmarks/quality/key_quantization.py``: what a key bias costs quantized keys, one way and another."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from benches import scripts

@@ -1,8 +1,6 @@
 """``benchmarks/peers/llama.py``: who takes turns, and what of. llama.cpp is in an environment of its own; a module that
 counts tokens stands here for it."""
 
-from __future__ import annotations
-
 import sys
 
 import pytest

@@ -1,7 +1,5 @@
 """``benchmarks/peers/lookups.py``: what is told in a context can be found there, and answers are scored by it."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,7 +1,5 @@
 """``benchmarks/peers``: what its rows say of bytes and of losses. Its presses run in an environment of their own."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import typer

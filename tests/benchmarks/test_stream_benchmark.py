@@ -1,7 +1,5 @@
 """``benchmarks/quality/stream.py``: losses of a stream by block, however it is read."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from benches import scripts

@@ -1,7 +1,5 @@
 """``benchmarks/peers/timing.py``: who takes turns, and what is said of it."""
 
-from __future__ import annotations
-
 import pytest
 from benches import scripts
 from sizes import compress

@@ -1,7 +1,5 @@
 """What is settled before torch is there: how threads wait, and for a verb what freed memory does."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

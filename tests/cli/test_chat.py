@@ -1,7 +1,5 @@
 """``dofla chat`` and ``dofla generate``: from a pipe and from a terminal, with and without a compressed cache."""
 
-from __future__ import annotations
-
 import builtins
 import io
 import json

@@ -1,7 +1,5 @@
 """The command line: the whole chain of verbs on a tiny model, and one-line errors with exit code 2."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """``dofla calibrate`` and ``dofla compress``: a calibration, a whole model, an adapter, and what is said of them."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

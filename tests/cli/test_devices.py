@@ -1,7 +1,5 @@
 """``--device``: where a model computes, and what is said if there is no such place."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import typer

@@ -1,7 +1,5 @@
 """``dofla frontier``: how many bytes a text needs."""
 
-from __future__ import annotations
-
 import json
 import shlex
 

@@ -1,7 +1,5 @@
 """Help: verbs in groups; of each verb a few options, and the fields that ``--set`` takes."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

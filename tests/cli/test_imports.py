@@ -1,7 +1,5 @@
 """What is imported when: help does not wait for torch, and transformers knows dofla whichever comes first."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

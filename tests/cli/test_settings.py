@@ -1,7 +1,5 @@
 """``--set``: the fields are the parameters of the functions that a verb calls, as Python has them."""
 
-from __future__ import annotations
-
 import importlib
 import inspect
 from pathlib import Path

@@ -1,7 +1,5 @@
 """``from_pretrained(..., quantization_config=dofla.CacheConfig(...))`` opens a model with a compressed cache."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from transformers import AutoModelForCausalLM

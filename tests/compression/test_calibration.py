@@ -1,7 +1,5 @@
 """Calibration: measured once, saved as one file, and good for every size of the cache of its model."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import logging

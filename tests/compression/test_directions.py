@@ -1,7 +1,5 @@
 """Directions of keys and values: moments of what attention gets, weighed by what errors do."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from sizes import FAMILIES, compress

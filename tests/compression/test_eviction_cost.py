@@ -1,7 +1,5 @@
 """What eviction in each KV head costs the model, and head budgets that are measured by it."""
 
-from __future__ import annotations
-
 from contextlib import contextmanager
 
 import pytest

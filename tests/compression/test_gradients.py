@@ -1,7 +1,5 @@
 """Compressed caches under gradients: no answer changes, and gradients are those of softmax attention, or refused."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 
 import pytest

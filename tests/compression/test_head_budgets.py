@@ -1,7 +1,5 @@
 """How KV heads share the bytes of a compressed cache."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,8 +1,6 @@
 """Models with a compressed cache: what they keep, and what is refused; they are used like any other model in
 tests/integration."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from arithmetic import LOGITS, sum_error

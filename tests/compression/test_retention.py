@@ -1,7 +1,5 @@
 """Another rule of eviction in a compressed model, by the readable cache."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Retrieval heads: the KV heads that hold every token, those that needles are found with."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from sizes import size_of

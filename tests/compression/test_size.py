@@ -1,7 +1,5 @@
 """The plan of a compressed cache, in bytes: what is given is never exceeded, and nearly all of it is used."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 

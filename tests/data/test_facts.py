@@ -1,7 +1,5 @@
 """Facts told among text and asked for at its end."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

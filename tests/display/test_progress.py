@@ -1,7 +1,5 @@
 """Bars: who sees one, and never two."""
 
-from __future__ import annotations
-
 import re
 from contextlib import redirect_stderr
 from functools import partial

@@ -1,7 +1,5 @@
 """Results as text, as HTML, and on a terminal."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from html.parser import HTMLParser

@@ -1,7 +1,5 @@
 """Students that are trained, stopped in between, and compared."""
 
-from __future__ import annotations
-
 import torch
 
 from dofla.integration.converted import Converted

@@ -1,7 +1,5 @@
 """What maps that start from data make of a first batch: statistics and level against loops over the recorded calls."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Windows read at other positions than their own."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from sizes import compress

@@ -1,7 +1,5 @@
 """The direct loss: the next-token loss of the linearized model, whose gradient reaches the feature maps alone."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

@@ -1,7 +1,5 @@
 """Distillation: what it changes, what it leaves alone, and that it can stop and go on."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import math

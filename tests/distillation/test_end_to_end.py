@@ -1,7 +1,5 @@
 """End-to-end distillation: what it learns, what stays the teacher, what it leaves behind, and that it can go on."""
 
-from __future__ import annotations
-
 import copy
 import json
 import math

@@ -1,7 +1,5 @@
 """Fidelity of each layer's attention against attention written out."""
 
-from __future__ import annotations
-
 from dataclasses import asdict
 
 import pytest

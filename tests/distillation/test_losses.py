@@ -1,7 +1,5 @@
 """Losses of a layer against loops over pairs, in float64."""
 
-from __future__ import annotations
-
 import itertools
 import math
 

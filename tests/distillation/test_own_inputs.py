@@ -1,7 +1,5 @@
 """Layers trained on what they get in the student, towards what the teacher does there."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

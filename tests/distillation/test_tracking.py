@@ -1,7 +1,5 @@
 """Losses in trackers, through accelerate."""
 
-from __future__ import annotations
-
 import pytest
 from accelerate.tracking import GeneralTracker
 from students import student_of

@@ -1,7 +1,5 @@
 """Error curves of tiny models: what is tried, what it is compared with, and that the teacher comes back untouched."""
 
-from __future__ import annotations
-
 import copy
 from contextlib import contextmanager
 from types import SimpleNamespace

@@ -1,8 +1,6 @@
 """Expectations of each family of :data:`family_models.FAMILIES`: those that are named neither in :data:`REFUSED`
 nor in :data:`NOT_TESTED` are supported."""
 
-from __future__ import annotations
-
 from family_models import FAMILIES
 
 _OWN_CODE = "attention code of its own, not transformers' attention interface"

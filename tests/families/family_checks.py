@@ -1,7 +1,5 @@
 """Measurements of a student of any family, beside its original, in float64."""
 
-from __future__ import annotations
-
 import inspect
 import sys
 from collections.abc import Callable

@@ -1,8 +1,6 @@
 """Tiny random models of every family of causal language models in transformers: sizes for all, and what single
 families need besides."""
 
-from __future__ import annotations
-
 import inspect
 from typing import Any
 

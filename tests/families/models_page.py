@@ -1,8 +1,6 @@
 """The page of supported models, made of what is expected of each family: ``python tests/families/models_page.py``
 writes it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from expectations import FAMILIES, NOT_TESTED, REFUSED, REMARKS, SUPPORTED

@@ -1,7 +1,5 @@
 """Every family of causal language models in transformers is refused by name, or does all that its original does."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from expectations import MESSAGES, NOT_TESTED, REFUSED, SUPPORTED

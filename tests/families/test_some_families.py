@@ -1,8 +1,6 @@
 """Some families of :data:`family_models.FAMILIES` in a few ways: mixtures of experts, recurrent layers between those of
 attention, layers without positions, layers that share keys, heads of which a part is turned; and models that see."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from functools import partial
 

@@ -1,7 +1,5 @@
 """Feature maps and vectors to try them on."""
 
-from __future__ import annotations
-
 import torch
 
 from dofla.feature_maps import FeatureMap, feature_map_class

@@ -1,7 +1,5 @@
 """DiJiang: the paper's weighted quasi-Monte Carlo features, and the public code's softmax over a scaled DCT."""
 
-from __future__ import annotations
-
 import itertools
 import math
 

@@ -1,7 +1,5 @@
 """What every feature map promises."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from making import SCALING, make, vectors

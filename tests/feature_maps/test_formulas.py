@@ -1,7 +1,5 @@
 """Maps without an estimator of their own are their formulas, and what they do at the ends of their range."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from making import SCALING, make, rows, vectors

@@ -1,7 +1,5 @@
 """A layer with any grouping of heads, each with a size of its own, is the oracle applied to each head alone."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -1,7 +1,5 @@
 """Padding takes no place, wherever it stands: each sequence of a batch gets what it gets alone, call after call."""
 
-from __future__ import annotations
-
 import itertools
 from functools import partial
 from itertools import product

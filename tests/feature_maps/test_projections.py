@@ -1,7 +1,5 @@
 """The directions that maps start from: orthogonal, and each of the distribution it should have."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

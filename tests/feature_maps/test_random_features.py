@@ -1,7 +1,5 @@
 """Random features: their formula, their distribution, and the package performer-pytorch."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

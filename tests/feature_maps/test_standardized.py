@@ -1,7 +1,5 @@
 """Maps that start from data: their formulas, and what calibration makes of their inputs."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from making import SCALING, make, vectors

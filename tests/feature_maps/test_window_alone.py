@@ -1,7 +1,5 @@
 """Window and sinks without any features, the baseline of every hybrid: softmax over those tokens, and nothing else."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

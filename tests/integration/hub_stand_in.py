@@ -1,7 +1,5 @@
 """A stand-in for the Hugging Face hub on this machine: what huggingface_hub asks for when it uploads and downloads."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """A student that answers otherwise with a cache than in one pass is refused when it is made; the model is as it was."""
 
-from __future__ import annotations
-
 import copy
 from typing import ClassVar
 

@@ -1,7 +1,5 @@
 """Encoder-decoders of which the decoder's own attention becomes linear: both sides read the text that is measured."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from sizes import compress

@@ -4,8 +4,6 @@ What is imported from `transformers` itself is promised, and no name with an und
 purpose, or avoided; one that transformers no longer has fails by its name.
 """
 
-from __future__ import annotations
-
 import ast
 import pkgutil
 import re

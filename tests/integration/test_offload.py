@@ -1,7 +1,5 @@
 """Models opened by accelerate's offload: whatever runs them forward works as if they were in memory."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import typer

@@ -3,8 +3,6 @@
 A failure here explains failures elsewhere: start with it after an update.
 """
 
-from __future__ import annotations
-
 import inspect
 import json
 import sys

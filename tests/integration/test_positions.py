@@ -1,7 +1,5 @@
 """How many positions a model has, whatever its configuration calls them and wherever they begin."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from sizes import compress

@@ -1,7 +1,5 @@
 """How a prompt enters the cache: exactly, or token by token."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from transformers import DynamicCache

@@ -1,7 +1,5 @@
 """A model whose weights transformers has quantized is linearized, kept as an adapter, and given back as it was."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from sizes import compress

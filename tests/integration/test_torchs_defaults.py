@@ -1,7 +1,5 @@
 """What ``torch.set_default_device`` and ``torch.set_default_dtype`` say changes nothing."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from sizes import compress, size_of

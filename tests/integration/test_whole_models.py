@@ -1,7 +1,5 @@
 """Whole models on disk: what is given to save_pretrained is what is opened, and what was changed since is refused."""
 
-from __future__ import annotations
-
 import json
 import shutil
 

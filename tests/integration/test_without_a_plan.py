@@ -1,7 +1,5 @@
 """A hybrid student without a plan, and students of which only some heads answer."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, settings

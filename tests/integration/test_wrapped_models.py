@@ -1,7 +1,5 @@
 """What has been put around a model does not matter, and what is no model is said to be none."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model

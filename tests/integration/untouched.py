@@ -1,7 +1,5 @@
 """What a model is made of, besides the values of its weights."""
 
-from __future__ import annotations
-
 
 def everything(model):
     """All that could differ from a model never touched: config, weights, attributes and hooks of each module."""

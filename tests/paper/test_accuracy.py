@@ -1,7 +1,5 @@
 """Figures over several tasks: the critical tolerance, and gains resampled by item."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

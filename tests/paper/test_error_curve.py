@@ -1,7 +1,5 @@
 """Error curves against brute force, and against what theory says they cannot cross."""
 
-from __future__ import annotations
-
 import json
 import math
 

@@ -1,7 +1,5 @@
 """Fine-tuning: softmax models and students, all weights or low-rank ones, by the paper's settings."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """What theory, error curves and sampling cannot compute with is named."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

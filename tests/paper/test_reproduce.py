@@ -1,7 +1,5 @@
 """Every table, on stand-ins of the architectures the studies are for."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

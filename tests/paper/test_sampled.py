@@ -1,7 +1,5 @@
 """Sampling the features of a whole model: what is drawn goes where it belongs, and nowhere else."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from students import student_of

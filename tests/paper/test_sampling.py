@@ -1,7 +1,5 @@
 """Leverage-sampled features against the definitions, in float64."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

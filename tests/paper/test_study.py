@@ -1,7 +1,5 @@
 """Studies: the shipped ones read, and what they change by scale and by hand."""
 
-from __future__ import annotations
-
 import pytest
 
 from dofla.errors import DoflaError

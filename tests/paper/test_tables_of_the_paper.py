@@ -1,7 +1,5 @@
 """Tables as data, as Markdown, and on a terminal of 80 columns."""
 
-from __future__ import annotations
-
 import io
 import json
 

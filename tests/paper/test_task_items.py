@@ -1,7 +1,5 @@
 """The hub's rows become items; no network is needed to know how."""
 
-from __future__ import annotations
-
 import json
 
 import datasets

@@ -1,7 +1,5 @@
 """Theory against brute force: with a handful of z, every expectation, supremum and probability can be enumerated."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Algorithm 1 and its relatives, in whole numbers, within the budget."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 

@@ -1,7 +1,5 @@
 """Error curves, and the knapsack over them."""
 
-from __future__ import annotations
-
 import itertools
 import json
 

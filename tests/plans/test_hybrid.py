@@ -1,7 +1,5 @@
 """A budget of bytes, split into exact tokens and features."""
 
-from __future__ import annotations
-
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

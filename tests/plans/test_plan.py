@@ -1,7 +1,5 @@
 """The plan's bytes are the bytes that generation holds, and a plan survives a person's editor."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

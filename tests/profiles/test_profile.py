@@ -1,7 +1,5 @@
 """Profiles: the sample they rest on, what they say of a model's attention, and their files."""
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import fields

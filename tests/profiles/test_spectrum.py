@@ -1,7 +1,5 @@
 """Spectra and degrees of freedom against the plain Gram matrix, where that one can be formed."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """The table of degrees of freedom, and whom it says not to trust."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

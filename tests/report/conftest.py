@@ -1,7 +1,5 @@
 """Runs of a tiny language model and of a tiny encoder."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Charts: Vega-Lite draws each, with the numbers it was given."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

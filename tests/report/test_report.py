@@ -1,7 +1,5 @@
 """The page: what it says of runs and frontiers, without a network; and folders that lack something."""
 
-from __future__ import annotations
-
 import html
 import json
 import re

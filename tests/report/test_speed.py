@@ -1,7 +1,5 @@
 """Speed: what is timed, and where two curves cross."""
 
-from __future__ import annotations
-
 import json
 import shutil
 

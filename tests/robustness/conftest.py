@@ -1,7 +1,5 @@
 """One of everything that dofla reads, all in one folder."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Ways in which a file comes to be wrong, as hypothesis strategies."""
 
-from __future__ import annotations
-
 import copy
 import json
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """One of everything that dofla reads, and how it is read."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import random

@@ -1,7 +1,5 @@
 """Commands with words missing, wrong, swapped and added: they work, or end with one line and exit code 2."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A disk that is full or not to be written to, and two processes at one folder: one line, and what was there stays."""
 
-from __future__ import annotations
-
 import os
 import resource
 import shutil

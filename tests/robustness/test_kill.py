@@ -1,7 +1,5 @@
 """The short form of scripts/kill_test.py."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Nothing that lies in a checkpoint is executed: no module of its own, no pickle, of no model and no student."""
 
-from __future__ import annotations
-
 import json
 import pickle
 import shutil

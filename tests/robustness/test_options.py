@@ -1,7 +1,5 @@
 """Options that every verb has."""
 
-from __future__ import annotations
-
 import json
 import logging
 

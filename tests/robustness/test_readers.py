@@ -1,8 +1,6 @@
 """Whatever is wrong with an input: one line that names the file, never another exception; and no change of a checked
 file goes unnoticed."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Every field of a recipe with values that make no sense: the run works, or ends with one line and exit code 2."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import shutil

@@ -1,7 +1,5 @@
 """Tokens that a model has no embedding or no position for, and no tokens at all: one line, not PyTorch's own words."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from command_line import call

@@ -1,7 +1,5 @@
 """``dofla.check`` and ``dofla check``: what becomes of a model, told by its config alone."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

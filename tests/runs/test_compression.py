@@ -1,7 +1,5 @@
 """Recipes of compressed caches; and what a recipe refuses."""
 
-from __future__ import annotations
-
 import copy
 import json
 

@@ -1,7 +1,5 @@
 """Students of a recipe that need error curves, and how their features start."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

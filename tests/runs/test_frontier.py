@@ -1,7 +1,5 @@
 """How many bytes a model needs."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

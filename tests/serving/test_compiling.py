@@ -1,7 +1,5 @@
 """Students under torch.compile: the whole step is one graph, and one graph does for all tokens."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

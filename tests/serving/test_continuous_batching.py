@@ -1,7 +1,5 @@
 """Calls of generate from several threads write together what each would write alone."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 import threading

@@ -1,7 +1,5 @@
 """A decoded token on a GPU as torch.compile sees it, traced without one: tensors have no contents."""
 
-from __future__ import annotations
-
 import sys
 from types import SimpleNamespace
 

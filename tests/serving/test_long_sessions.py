@@ -1,7 +1,5 @@
 """A conversation that is longer than its model has positions goes on, in the bytes of one state."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from students import keep_softmax

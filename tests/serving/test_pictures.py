@@ -1,7 +1,5 @@
 """Pictures go to generate, and the texts of sessions and streams beside them are read at places of their own."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from test_session import SHORT

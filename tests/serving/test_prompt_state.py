@@ -1,7 +1,5 @@
 """A prompt's state saved and gone on from is the same as reading the prompt again."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from safetensors import safe_open

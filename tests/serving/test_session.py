@@ -1,7 +1,5 @@
 """A conversation that is continued costs its new tokens, and says what it would have said if all were read again."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest

@@ -1,7 +1,5 @@
 """A prefix that is read once for several texts, whose continuations are padded in front, gives what each text gives."""
 
-from __future__ import annotations
-
 import copy
 from functools import cache
 

@@ -1,7 +1,5 @@
 """A stream goes on past the positions of its model, in the bytes of one state."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from test_session import SIZES, model_of

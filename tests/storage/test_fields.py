@@ -1,7 +1,5 @@
 """Plain data into dataclasses."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, field
 

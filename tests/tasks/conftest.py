@@ -1,7 +1,5 @@
 """A tokenizer of whole words with those of the prompts of tasks, and a task for it."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -1,7 +1,5 @@
 """Scores against a plain softmax in float64, one forward pass per choice; generation; what is refused."""
 
-from __future__ import annotations
-
 import copy
 import json
 import logging

@@ -1,7 +1,5 @@
 """Task files, and how items become text."""
 
-from __future__ import annotations
-
 import gzip
 import json
 from dataclasses import replace

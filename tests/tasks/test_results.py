@@ -1,7 +1,5 @@
 """Paired figures, what belongs together, and the table."""
 
-from __future__ import annotations
-
 import math
 import random
 from dataclasses import replace

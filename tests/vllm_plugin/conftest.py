@@ -1,8 +1,6 @@
 """Compressed models on disk, and what transformers' generate writes with them; run in an environment with vLLM
 (``nox -s vllm``), whose transformers is another than that of the other tests."""
 
-from __future__ import annotations
-
 import os
 from importlib.util import find_spec
 

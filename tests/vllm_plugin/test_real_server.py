@@ -1,8 +1,6 @@
 """``vllm serve`` with pretrained models, compressed: what it answers over HTTP is what generate writes. The models are
 those of the benchmarks, in ``models/`` (docs/results/index.md says how to get them)."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """vLLM's server answers over HTTP."""
 
-from __future__ import annotations
-
 import json
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """Where the Triton kernels are tested: on a GPU, or on the CPU in Triton's interpreter."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Compressed caches of random vectors, read on the CPU by what takes them there, and by the Triton kernels."""
 
-from __future__ import annotations
-
 import copy
 from itertools import pairwise
 

@@ -1,7 +1,5 @@
 """The Triton kernels against the naive float64 form, on a GPU or in Triton's interpreter."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

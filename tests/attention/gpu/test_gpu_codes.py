@@ -1,7 +1,5 @@
 """Codes and rotated queries by the Triton kernels: bit for bit those of plain torch; and vectors of codes."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

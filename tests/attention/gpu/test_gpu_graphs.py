@@ -1,7 +1,5 @@
 """A decoded token of the Triton kernels in torch.compile's graphs: one operator per layer, states in their place."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from device import INTERPRETED, calls_of_kernels, needs_device

@@ -1,8 +1,6 @@
 """Which tokens stay, and texts read some tokens at a time, by the Triton kernels: states bit for bit those of the
 CPU."""
 
-from __future__ import annotations
-
 import copy
 import math
 

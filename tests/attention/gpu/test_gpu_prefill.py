@@ -1,7 +1,5 @@
 """Exact prefill on a GPU: flash attention and the kernels beside it, against the same in plain torch."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Attention to a tier from its codes by the Triton kernel, against plain torch in float64 from the same codes."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

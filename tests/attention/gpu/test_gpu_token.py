@@ -1,7 +1,5 @@
 """A decoded token of a compressed cache by the Triton kernels alone: states bit for bit those of the CPU."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -1,7 +1,5 @@
 """OpenMP's threads do not survive a fork, and processes are to add as the one that they are compared with does."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

@@ -1,7 +1,5 @@
 """Processes as ``torchrun`` starts them, but forked, which costs no imports."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import traceback

@@ -1,7 +1,5 @@
 """A process of several that ends, ends the others."""
 
-from __future__ import annotations
-
 import os
 import signal
 

@@ -1,7 +1,5 @@
 """Processes that ``torchrun`` starts: one writes, and what it writes is what one alone would."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Several processes make the student that one makes of batches as many times as large."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

@@ -1,7 +1,5 @@
 """The bundled model, its text and its windows, by a word and in one call."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """The bundled tasks: answerable from their text, and solved by the bundled model."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
