@@ -29,6 +29,19 @@ def keep_softmax(plan, *numbers) -> Plan:
     return plan
 
 
+def everything(model) -> dict:
+    """All that could differ from a model never touched: config, weights, attributes, modes and hooks of each module."""
+    return {
+        "config": model.config.to_dict(),
+        "implementation": model.config._attn_implementation,
+        "state": list(model.state_dict()),
+        "weights": {name: (value.requires_grad, value.tolist()) for name, value in model.named_parameters()},
+        "attributes": {name: set(vars(module)) for name, module in model.named_modules()},
+        "modes": [module.training for module in model.modules()],
+        "hooks": [len(module._forward_pre_hooks) for module in model.modules()],
+    }
+
+
 def without_checksums(folder: Path) -> Path:
     """The folder of a whole model, of which every change is now let pass that can be opened."""
     path = folder / "config.json"

@@ -1,4 +1,4 @@
-"""The readable compressed cache: where a token goes, and eviction rules that can be swapped."""
+"""The readable compressed cache: where a token goes, and eviction rules that can be swapped, in models as well."""
 
 import pytest
 import torch
@@ -6,6 +6,8 @@ from compressed_heads import SCALING, heads_of
 
 from dofla.attention import HeadSizes
 from dofla.attention.naive_cache import HeavyHitters, NaiveCache
+from dofla.compression.retention import retention
+from dofla.errors import DoflaError
 
 SIZE, LENGTH = HeadSizes(window=4, sinks=2, newest=3, heavy_hitters=5), 40
 
@@ -88,3 +90,24 @@ def test_heavy_hitters_forget_a_64th_rounded_up(score):
 def test_heavy_hitters_count_squared_weights_in_whole_numbers():
     weights = torch.tensor([[[0.5, 0.5, 0.0], [1.0, 0.0, 0.0]]])
     assert HeavyHitters().score(weights).tolist() == [[1024 + 4096, 1024, 0]]
+
+
+@torch.no_grad()
+def test_in_a_model_the_kernels_rule_gives_its_own_answers_and_another_gives_others(tiny):
+    model, ids = tiny.compressed(tiny.llama()).double(), tiny.tokens(2, 40)
+    own = model(ids, use_cache=False).logits
+    with retention(model, HeavyHitters) as same:
+        # Both attend in float64 to decoded tokens in float32.
+        torch.testing.assert_close(same(ids, use_cache=False).logits, own, rtol=1e-4, atol=1e-4)
+    with retention(model, Oldest):
+        other = model(ids, use_cache=False).logits
+    held = 4 + 2 + 5 + 6  # until that many tokens nothing is evicted
+    torch.testing.assert_close(other[:, :held], own[:, :held], rtol=1e-4, atol=1e-4)
+    assert (other - own)[:, held:].abs().max() > 0.01
+    assert torch.equal(model(ids, use_cache=False).logits, own)
+
+
+def test_padding_is_refused_under_another_rule(tiny):
+    model = tiny.compressed(tiny.llama())
+    with retention(model, Oldest), pytest.raises(DoflaError, match="is tried on text without padding"):
+        model(**tiny.padded(2, 30, side="left"), use_cache=False)

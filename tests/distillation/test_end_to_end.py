@@ -14,8 +14,8 @@ from arithmetic import LOGITS
 from safetensors.torch import load_file, save_file
 from stopping import Stop, base_weights, equal, feature_maps, stop_after
 from students import keep_softmax, student_of
+from tiny_families import teacher
 from torch.testing import assert_close
-from transformers import BertConfig, BertLMHeadModel, GPTNeoXConfig, GPTNeoXForCausalLM
 
 import dofla
 from dofla.data import TokenWindows, as_windows
@@ -33,18 +33,6 @@ OPTIONS = {"steps": 4, "batch_size": 2, "accumulate": 2}
 RATES = {"lora": {"weights": 1e-3}, "maps": None, "all": {"weights": 1e-3}}
 UP = "model.layers.0.mlp.up_proj.lora_A"
 every_choice = pytest.mark.parametrize("weights", ["lora", "maps", "all"])
-
-
-def neox(tiny, **options):
-    sizes = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
-    config = GPTNeoXConfig(**sizes, intermediate_size=48, initializer_range=0.3, max_position_embeddings=256, **options)
-    return tiny._make(GPTNeoXForCausalLM, config, 0)
-
-
-def decoder(tiny):
-    sizes = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
-    config = BertConfig(**sizes, intermediate_size=48, initializer_range=0.3, is_decoder=True, pad_token_id=None)
-    return tiny._make(BertLMHeadModel, config, 0)
 
 
 def logits(model, tokens):
@@ -65,10 +53,11 @@ def divergence(student, tokens):
 
 
 @pytest.mark.parametrize(
-    ("weights", "family"), [("lora", "llama"), ("maps", "gpt2"), ("all", "neox"), ("maps", "llama"), ("lora", "neox")]
+    ("weights", "family"),
+    [("lora", "llama"), ("maps", "gpt2"), ("all", "gpt_neox"), ("maps", "llama"), ("lora", "gpt_neox")],
 )
 def test_the_student_comes_closer_to_its_teacher(tiny, weights, family):
-    student, tokens = student_of(tiny, neox(tiny) if family == "neox" else family), tiny.tokens(WINDOWS, LENGTH)
+    student, tokens = student_of(tiny, teacher(family)), tiny.tokens(WINDOWS, LENGTH)
     before, options = divergence(student, tokens), {"weights": weights, "learning_rates": RATES[weights]}
     history = distill_end_to_end(student, tokens, steps=15, batch_size=WINDOWS, **options)
     assert history.layers == ["kl"]
@@ -102,11 +91,11 @@ def test_padding_counts_for_nothing_and_a_split_step_is_the_same_step(tiny):
     assert_close(whole, split, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("family", ["llama", "decoder"])
+@pytest.mark.parametrize("family", ["llama", "bert_decoder"])
 def test_the_loss_in_slices_has_the_gradient_of_the_loss(tiny, family, monkeypatch):
     # A BERT decoder has more in its head than the output layer, so all of its logits are made at once.
     monkeypatch.setattr(objective, "POSITIONS_AT_A_TIME", 7)
-    student = student_of(tiny, decoder(tiny) if family == "decoder" else family)
+    student = student_of(tiny, teacher(family))
     tokens = tiny.tokens(2, LENGTH)
     with trainable(Converted.of(student), "all", 1) as part:
         loss = Objective(student, part.teacher)

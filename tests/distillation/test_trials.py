@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from students import keep_softmax
+from students import everything, keep_softmax
 from torch.testing import assert_close
 
 import dofla
@@ -50,21 +50,6 @@ def size_of(cost, share, level):
 def spent(cost, share, level):
     """Bytes of a KV head at a size."""
     return cost.total(*size_of(cost, share, level))
-
-
-def everything(model):
-    """All that could differ from a model never touched."""
-    return {
-        "config": model.config.to_dict(),
-        "implementation": model.config._attn_implementation,
-        "attributes": {name: set(vars(module)) for name, module in model.named_modules()},
-        "modes": [module.training for module in model.modules()],
-        "hooks": [len(module._forward_pre_hooks) for module in model.modules()],
-        "weights": {name: (value.requires_grad, value.tolist()) for name, value in model.named_parameters()},
-    }
-
-
-# --- what is measured -------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module", params=["llama", "bert", "vit"])
@@ -155,9 +140,6 @@ def test_tokens_of_a_half_precision_model_cost_half_unless_they_are_kept_in_eigh
     assert (half.token == whole.token) == (token_dtype == "int8")
 
 
-# --- against its definition -------------------------------------------------------------------------------------------
-
-
 def alone(model, plan, states, name):
     """The student in which only the layer ``name`` is linear, with its trained features."""
     plan = copy.deepcopy(plan)
@@ -244,9 +226,6 @@ def test_dropout_plays_no_part_and_training_mode_stays(tiny):
     model = tiny.llama(attention_dropout=0.5).train()
     assert measured(tiny, model=model) == calm
     assert all(module.training for module in model.modules())
-
-
-# --- what goes wrong --------------------------------------------------------------------------------------------------
 
 
 class Broken(Exception):

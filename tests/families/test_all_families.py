@@ -18,6 +18,7 @@ from family_checks import (
     texts,
 )
 from family_models import FAMILIES, build
+from models_page import PAGE, page
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -90,6 +91,7 @@ def test_each_family_of_transformers_is_expected_to_do_one_thing():
     assert set(REFUSED) | set(NOT_TESTED) <= set(FAMILIES)
     assert not set(REFUSED) & set(NOT_TESTED)
     assert len(SUPPORTED) >= 120
+    assert PAGE.read_text(encoding="utf-8") == page(), "python tests/families/models_page.py writes it anew"
 
 
 @pytest.mark.slow

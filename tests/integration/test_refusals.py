@@ -6,9 +6,9 @@ import copy
 import pytest
 import torch
 from sizes import compress
+from students import everything
 from tiny_families import own_student, plan_for, student, teacher, tokens
 from transformers import LlamaForCausalLM, MistralForCausalLM
-from untouched import everything
 
 import dofla
 from dofla.integration.converted import Converted, is_converted
@@ -174,9 +174,6 @@ def test_a_plan_for_other_layers_is_refused_and_the_model_is_as_it_was(change, m
     with pytest.raises(dofla.DoflaError, match=match):
         dofla.linear.linearize(model, plan)
     assert everything(model) == everything(teacher("llama"))
-
-
-# Calls that softmax attention answers and linear attention cannot
 
 
 def test_a_four_dimensional_mask_is_refused_naming_the_layer():

@@ -8,10 +8,10 @@ from contextlib import nullcontext
 import pytest
 import torch
 from arithmetic import LOGITS
+from students import everything
 from tiny_families import CAUSAL, inputs, own_student, plan_for, student, teacher, tokens
 from torch.testing import assert_close
 from transformers import DynamicCache, LlamaForCausalLM
-from untouched import everything
 
 import dofla
 from dofla.integration.checkpoint import load_any
@@ -171,9 +171,6 @@ def test_with_all_layers_kept_softmax_nothing_changes(family, kind):
     assert_close(got[real], expected[real], rtol=0, atol=0)
     for search in ({}, {"num_beams": 2}):
         assert_close(model.generate(ids, **options, **search), original.generate(ids, **options, **search))
-
-
-# Caches know which attention filled them
 
 
 def test_a_cache_filled_by_softmax_is_refused():

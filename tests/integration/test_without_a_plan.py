@@ -4,10 +4,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from students import keep_softmax
+from students import everything, keep_softmax
 from tiny_families import POSITIONS, plan_for, teacher, tokens
 from torch.testing import assert_close
-from untouched import everything
 
 import dofla
 from dofla.errors import DoflaError
@@ -25,9 +24,6 @@ quick = settings(max_examples=25, deadline=None, derandomize=True)
 @torch.no_grad()
 def logits(model, ids):
     return model(ids, use_cache=False)[0]
-
-
-# --- an even plan -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
@@ -121,9 +117,6 @@ def test_what_no_plan_can_be_made_of_is_one_line_and_changes_nothing():
     assert everything(model) == before
 
 
-# --- some heads answering ---------------------------------------------------------------------------------------------
-
-
 def all_heads(model):
     return {name: range(layer.kv_heads) for name, layer in Converted.of(model).layers.items()}
 
@@ -189,9 +182,6 @@ def test_the_others_come_back_also_after_an_error():
     model.generate(ids, max_new_tokens=3, pad_token_id=0)
     with pytest.raises(DoflaError, match="not converted"), answering(teacher("llama"), {}):
         pass
-
-
-# --- watching a student -----------------------------------------------------------------------------------------------
 
 
 def test_a_recorded_student_runs_linear_attention_and_a_recorded_teacher_softmax():

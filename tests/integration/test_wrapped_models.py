@@ -1,10 +1,11 @@
-"""What has been put around a model does not matter, and what is no model is said to be none."""
+"""What has been put around a model or been done to its weights does not matter; what is no model is said to be none."""
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from sizes import compress
 from torch import nn
+from transformers import AutoModelForCausalLM, QuantoConfig
 
 import dofla
 from dofla.errors import DoflaError
@@ -74,3 +75,25 @@ def test_a_memory_that_fades_is_judged_in_float16(tiny):
     student = compress(tiny.llama().half(), samples, tokens=48, head_budgets="even")
     figures = dofla.evaluate(student, samples)
     assert all(layer.output_error < 1 for layer in figures.layers.values())
+
+
+@torch.no_grad()
+def test_quantized_weights_stay_quantized_and_are_not_saved_beside_a_plan(tiny, tmp_path):
+    pytest.importorskip("optimum.quanto")
+    base, ids, quantized = tmp_path / "base", tiny.tokens(1, 60), QuantoConfig(weights="int8")
+    tiny.llama().save_pretrained(base)
+    model = AutoModelForCausalLM.from_pretrained(base, quantization_config=quantized)
+    before, own = model(ids).logits, (model.hf_quantizer, model.config.quantization_config)
+    student = compress(model, tiny.tokens(6, 48), tokens=48)
+    answer = student(ids).logits
+    for part in (student, student.model):  # the body has the same weights
+        with pytest.raises(DoflaError, match=r"the weights are quantized \(quanto\).*dofla.save_adapter"):
+            part.save_pretrained(tmp_path / "student")
+    assert not (tmp_path / "student").exists()
+    dofla.save_adapter(student, tmp_path / "adapter")
+    again = dofla.load(tmp_path / "adapter", quantization_config=quantized)
+    assert type(again.model.layers[0].mlp.up_proj).__name__ == "QLinear"
+    assert torch.equal(again(ids).logits, answer)
+    dofla.restore(student)
+    assert torch.equal(model(ids).logits, before)
+    assert (model.hf_quantizer, model.config.quantization_config) == own

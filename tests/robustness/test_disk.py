@@ -5,6 +5,7 @@ import resource
 import shutil
 import signal
 import subprocess
+import sys
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -183,6 +184,15 @@ def test_what_killed_processes_left_goes(tmp_path):
     with locked(tmp_path):
         assert not any(path.exists() for path in leftovers)
     assert read_json(tmp_path / "a" / "b.json", "an object") == {}
+
+
+@pytest.mark.slow
+def test_a_run_that_is_killed_goes_on_and_ends_with_the_same_weights(tmp_path):
+    """The short form of scripts/kill_test.py."""
+    script = Path(__file__).parents[2] / "scripts" / "kill_test.py"
+    done = subprocess.run([sys.executable, script, "--kills", "3", "--out", tmp_path], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.rstrip().splitlines()[-1].startswith("3 of 3")
 
 
 def test_what_a_living_process_writes_stays(tmp_path):
