@@ -100,16 +100,10 @@ def tutorial(small: bool) -> list[tuple[Block, str]]:
 
 
 @pytest.mark.slow
-def test_the_quickstart_runs_and_prints_what_it_shows_but_for_the_numbers(tmp_path, monkeypatch):
+@pytest.mark.parametrize("page", [QUICKSTART, TUTORIAL], ids=name)
+def test_a_page_runs_and_prints_what_it_shows_but_for_the_numbers(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for block, printed in printed_below(QUICKSTART, blocks(QUICKSTART)):
-        check_words(printed, block)
-
-
-@pytest.mark.slow
-def test_the_tutorial_runs_and_prints_what_it_shows_but_for_the_numbers(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    for block, printed in tutorial(small=True):
+    for block, printed in tutorial(small=True) if page == TUTORIAL else printed_below(page, blocks(page)):
         check_words(printed, block)
 
 

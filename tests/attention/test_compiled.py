@@ -48,6 +48,13 @@ SHAPES = st.fixed_dictionaries(
 )
 LENGTHS = st.one_of(st.integers(1, 300), st.sampled_from([1, 15, 16, 17, 63, 64, 65, 127, 128, 129, 192, 300]))
 HYBRIDS = pytest.mark.parametrize("options", [{}, {"window": 5}, {"sinks": 2}, {"window": 5, "sinks": 2}], ids=str)
+VIEWS = {
+    "heads last": lambda t: t.transpose(1, 2).contiguous().transpose(1, 2),
+    "every second": lambda t: t.repeat_interleave(2, dim=2)[:, :, ::2],
+    "inside wider rows": lambda t: torch.cat([t, t, t], dim=-1)[..., t.shape[-1] : 2 * t.shape[-1]],
+    "columns first": lambda t: t.mT.contiguous().mT,
+    "one token for all": lambda t: t[:, :, :1].expand_as(t),
+}
 
 
 def shortened(length: int, shape: dict) -> int:
@@ -191,7 +198,7 @@ def test_kernels_are_not_taken_where_they_cannot_be(options, monkeypatch):
     options = {"scaling": SCALING, **options}
     assert not calls_of(*(t.double() for t in s.vectors), s.features, **options).names
     if "window" not in options:  # with one, the tokens are copied behind those of the window
-        assert not calls_of(s.query, s.key, _columns_first(s.value), s.features, **options).names
+        assert not calls_of(s.query, s.key, VIEWS["columns first"](s.value), s.features, **options).names
     monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)
     assert not calls_of(*s.vectors, s.features, **options).names
 
@@ -226,28 +233,8 @@ def test_forward_mode_derivatives_are_those_of_plain_torch(options):
     torch.testing.assert_close(tangent(attend), tangent(plainly))
 
 
-def _heads_last(t):
-    return t.transpose(1, 2).contiguous().transpose(1, 2)
-
-
-def _every_second(t):
-    return t.repeat_interleave(2, dim=2)[:, :, ::2]
-
-
-def _inside_wider_rows(t):
-    return torch.cat([t, t, t], dim=-1)[..., t.shape[-1] : 2 * t.shape[-1]]
-
-
-def _columns_first(t):
-    return t.mT.contiguous().mT
-
-
-def _one_token_for_all(t):
-    return t[:, :, :1].expand_as(t)
-
-
 @HYBRIDS
-@pytest.mark.parametrize("view", [_heads_last, _every_second, _inside_wider_rows, _columns_first, _one_token_for_all])
+@pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
 def test_strided_views_give_the_same_as_contiguous_tensors(view, options):
     s = sample(11, batch=2, heads=2, groups=2, length=150, head_dim=20)
     views = [view(t) for t in s.vectors]

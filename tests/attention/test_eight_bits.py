@@ -42,9 +42,6 @@ def same(one, other):
     )
 
 
-# --- rounding ---------------------------------------------------------------------------------------------------------
-
-
 @quick
 @given(data=st.data(), seed=st.integers(0, 2**31), dtype=dtypes, size=st.sampled_from([1, 2, 9, 64]))
 def test_packing_what_was_unpacked_changes_nothing(data, seed, dtype, size):
@@ -114,9 +111,6 @@ def test_gradients_pass_as_if_nothing_were_rounded():
     assert torch.equal(rounded(x).detach(), rounded(x.detach()))
 
 
-# --- buffers ----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_packed_tokens_come_back_rounded(dtype):
     tokens = buffer(0, 6, dtype=dtype)
@@ -140,9 +134,6 @@ def test_shifted_tokens_are_the_last_of_both(seed, count, new):
     got = old.shifted(later)
     both = buffer(seed, count).then(buffer(seed + 1, new))
     assert same(got, PackedTokens.of(both[-count:]))
-
-
-# --- states -----------------------------------------------------------------------------------------------------------
 
 
 def state(window, sinks):

@@ -54,9 +54,6 @@ def test_what_is_done_to_rows_is_done_to_all_parts(seed, parts):
     assert same(rows.cut(joined)[1:], given_in[1:])
 
 
-# --- the state of a compressed cache ----------------------------------------------------------------------------------
-
-
 def layout_of(shape):
     return Layout(shape["sizes"], shape["head_dim"], shape["value_dim"], shape["bits"])
 

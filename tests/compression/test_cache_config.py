@@ -73,21 +73,14 @@ def test_options_go_to_compress(folder, calibration):
     plan = Converted.of(opened(folder, size="3KB", calibration=calibration, keep_softmax=[kept], context=200)).plan
     assert [x.kind for x in plan.layers] == ["softmax", "compressed"]
     assert (plan.context, plan.made_by["size"]) == (200, 3_000)
-    assert dofla.CacheConfig("3KB", context=200).to_dict() == {
-        "quant_method": "dofla_cache",
-        "data": "self",
-        "size": "3KB",
-        "context": 200,
-        "head_budgets": "measured",
-        "prefill": "auto",
-    }
+    asked = {"quant_method": "dofla_cache", "size": "3KB", "context": 200}
+    defaults = {"data": "self", "head_budgets": "measured", "prefill": "auto"}
+    assert dofla.CacheConfig("3KB", context=200).to_dict() == asked | defaults
 
 
 def test_refusals(folder, tiny, tmp_path, calibration):
     with pytest.raises(DoflaError, match="size is '3KB' and ratio is 16: give one of them"):
         opened(folder, size="3KB", ratio=16, calibration=calibration)
     tiny.llama().save_pretrained(tmp_path)
-    with pytest.raises(
-        DoflaError, match="has no tokenizer to calibrate with: give CacheConfig a tokenizer or a calibr"
-    ):
+    with pytest.raises(DoflaError, match="has no tokenizer to calibrate with: give CacheConfig a tokenizer or a cal"):
         opened(tmp_path, size="3KB")

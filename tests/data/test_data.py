@@ -41,18 +41,9 @@ def tokenizer():
 @pytest.fixture(scope="module")
 def model():
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=len(VOCAB),
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        max_position_embeddings=64,
-        bos_token_id=BOS,
-        eos_token_id=SEP,
-        pad_token_id=0,
-    )
-    return LlamaForCausalLM(config)
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    sizes |= {"vocab_size": len(VOCAB), "max_position_embeddings": 64}
+    return LlamaForCausalLM(LlamaConfig(**sizes, bos_token_id=BOS, eos_token_id=SEP, pad_token_id=0))
 
 
 def make_documents(count=200):

@@ -53,9 +53,6 @@ def real_positions(call, row):
     return range(call.key.shape[2]) if call.weight is None else call.weight[row].nonzero().flatten().tolist()
 
 
-# --- statistics -------------------------------------------------------------------------------------------------------
-
-
 @both_maps
 @pytest.mark.parametrize(
     ("family", "side", "features"),
@@ -80,9 +77,6 @@ def test_statistics_are_those_of_the_teachers_real_queries_and_keys(tiny, name, 
                 std = ((vectors - mean).square().sum(0) / len(vectors)).sqrt()
                 assert_close(getattr(feature_map, f"{what}_mean")[place].double(), mean, rtol=1e-4, atol=1e-5)
                 assert_close(getattr(feature_map, f"{what}_std")[place].double(), std, rtol=1e-4, atol=1e-5)
-
-
-# --- level ------------------------------------------------------------------------------------------------------------
 
 
 def far_masses(call, layer):
@@ -177,9 +171,6 @@ def test_levels_are_set_where_there_are_exact_keys_and_far_ones(tiny, name, size
             assert ((feature_map.log_scale != 0) == level).all()
 
 
-# --- what stays as it is ----------------------------------------------------------------------------------------------
-
-
 @both_maps
 def test_only_statistics_and_levels_change(tiny, name):
     student = student_of(tiny, name=name, window=2)
@@ -201,9 +192,6 @@ def test_maps_that_were_calibrated_or_do_not_look_at_data_stay_bit_for_bit(tiny,
     calibrate(Converted.of(student), [{"input_ids": tiny.tokens(2, LENGTH, seed=5)}])
     assert equal(tensors(student), first)
     assert forwards == []
-
-
-# --- in distillation --------------------------------------------------------------------------------------------------
 
 
 def statistics(student):

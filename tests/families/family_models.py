@@ -49,24 +49,16 @@ _UNBOUNDED, _NO_BOUND = {"sliding_window": None}, {"sliding_window": POSITIONS}
 # Latent attention: heads of one kind, whose rotary part is of its own.
 _LATENT = {"num_key_value_heads": 4, "head_dim": 8}
 # The last two layers read the keys of the two before, and the first two are left.
-_SHARED = {
-    "num_hidden_layers": 6,
-    "layer_types": [_FULL, _SLIDING] * 3,
-    "num_kv_shared_layers": 2,
-    "vocab_size_per_layer_input": VOCABULARY,
-    "hidden_size_per_layer_input": 8,
-}
+_SHARED = {"num_hidden_layers": 6, "layer_types": [_FULL, _SLIDING] * 3, "num_kv_shared_layers": 2}
+_SHARED |= {"vocab_size_per_layer_input": VOCABULARY, "hidden_size_per_layer_input": 8}
 _WITH_MAMBA = {"layer_types": ["mamba", "attention"] * 2}
-_INKLING = {
-    "swa_num_attention_heads": 4,
-    "swa_num_key_value_heads": 2,
-    "swa_head_dim": 16,
-    "sliding_window_size": WINDOW,
-}
-_INKLING |= {"rel_extent": 16, "d_rel": 8}
+_INKLING = {"swa_num_attention_heads": 4, "swa_num_key_value_heads": 2, "swa_head_dim": 16, "rel_extent": 16}
+_INKLING |= {"sliding_window_size": WINDOW, "d_rel": 8}
+_LOOP = {"num_hidden_layers": 3, "loop_layer_index_start": 1, "loop_layer_index_end": 2}
 _UNPADDED = {"unpadded_vocab_size": VOCABULARY}
 _SWA = {"swa_num_attention_heads": 4, "swa_num_key_value_heads": 4, "swa_qk_rope_head_dim": 8, "swa_head_dim": 24}
 _SWA |= dict.fromkeys(("swa_qk_nope_head_dim", "swa_v_head_dim", "swa_q_lora_rank", "swa_kv_lora_rank"), 16)
+_SWA |= dict.fromkeys(("index_head_dim", "shared_experts_intermediate_size"), 16)
 _COMPASS = {"layer_types": [_FULL] * KINDS}
 _COMPASS |= {"rope_parameters": {_FULL: {"rope_type": "default", "rope_theta": 10000.0}}}
 _TEXT_LATENT, _TEXT_UNBOUNDED = {"text_config": _LATENT}, {"text_config": _UNBOUNDED}
@@ -107,13 +99,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     },
     "dory": {**_MIXED, "n_input_layers": 1, "n_output_layers": 1},
     "dots1": {"n_shared_experts": 1, **_MIXED},
-    "dots3_note_text": {
-        **_LATENT,
-        **_SWA,
-        "index_n_heads": 2,
-        "index_head_dim": 16,
-        "shared_experts_intermediate_size": 16,
-    },
+    "dots3_note_text": {**_LATENT, **_SWA, "index_n_heads": 2},
     "falcon_h1": {"mamba_d_ssm": 128},
     "gemma3": {"text_config": _MIXED},
     "gemma3n_text": {**_SHARED, "laurel_rank": 8},
@@ -123,14 +109,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "glm4v_moe": {"text_config": _turned(1, 1, 2)},
     "gpt_neo": {"attention_types": [[["global", "local"], 2]], "num_layers": 4},
     "granitemoehybrid": _WITH_MAMBA,
-    "inkling2_loop_text": {
-        **_INKLING,
-        **_UNPADDED,
-        "num_hidden_layers": 3,
-        "n_layers_per_attn_res_block": 1,
-        "loop_layer_index_start": 1,
-        "loop_layer_index_end": 2,
-    },
+    "inkling2_loop_text": {**_INKLING, **_UNPADDED, **_LOOP, "n_layers_per_attn_res_block": 1},
     "inkling2_text": {**_INKLING, **_UNPADDED},
     "inkling_text": _INKLING,
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "mamba_dt_rank": 4},

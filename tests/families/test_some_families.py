@@ -28,30 +28,9 @@ from dofla.plans.layers import FeatureLayer, SoftmaxLayer
 
 SHARING = ["gemma3n_text", "gemma4_text"]
 QUICK = ["cohere2", "gemma4_text", "lfm2_moe", "mixtral", "qwen3_5_text", "stablelm"]
-MORE = [
-    "ernie4_5",
-    "exaone4",
-    "glm4",
-    "granite",
-    "granitemoe",
-    "helium",
-    "hunyuan_v1_dense",
-    "nemotron",
-    "olmo3",
-    "olmoe",
-]
-MORE += [
-    "gemma3n_text",
-    "llama4_text",
-    "phi3",
-    "phimoe",
-    "qwen2_moe",
-    "qwen3_moe",
-    "qwen3_next",
-    "seed_oss",
-    "smollm3",
-    "starcoder2",
-]
+MORE = ["ernie4_5", "exaone4", "glm4", "granite", "granitemoe", "helium", "hunyuan_v1_dense", "nemotron", "olmo3"]
+MORE += ["olmoe", "gemma3n_text", "llama4_text", "phi3", "phimoe", "qwen2_moe", "qwen3_moe", "qwen3_next", "seed_oss"]
+MORE += ["smollm3", "starcoder2"]
 RECURRENT = ["qwen3_5_text", "qwen3_next"]
 """Of which the states are computed in float32 else."""
 CLOSE = 1e-5

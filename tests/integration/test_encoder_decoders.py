@@ -16,14 +16,8 @@ SIZES |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 SIDE = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
 SIDE |= {"num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 128, "attn_logit_softcapping": None}
 SIDE |= {"layer_types": ["full_attention"] * 2}
-FAMILIES = {
-    "bart": SIZES,
-    "blenderbot": SIZES,
-    "m2m_100": SIZES,
-    "marian": SIZES,
-    "pegasus": SIZES,
-    "t5gemma": {"encoder": SIDE, "decoder": SIDE, "vocab_size": 96},
-}
+FAMILIES = dict.fromkeys(("bart", "blenderbot", "m2m_100", "marian", "pegasus"), SIZES)
+FAMILIES |= {"t5gemma": {"encoder": SIDE, "decoder": SIDE, "vocab_size": 96}}
 
 
 @pytest.fixture(params=FAMILIES)

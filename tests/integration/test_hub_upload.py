@@ -209,17 +209,10 @@ def test_a_student_in_the_repository_opens_by_what_it_names(hub, pointer, tmp_pa
     """With a model in the place of its base, whose attention has the same shapes and all else is small."""
     plan = dofla.linear.Plan.load(pointer.parent / "plan.json")
     layer = plan.layers[0]
-    small = LlamaConfig(
-        hidden_size=4 * layer.kv_heads,
-        intermediate_size=16,
-        num_hidden_layers=len(plan.layers),
-        num_attention_heads=layer.kv_heads,
-        num_key_value_heads=layer.kv_heads,
-        head_dim=layer.head_dim,
-        vocab_size=64,
-    )
+    sizes = {"hidden_size": 4 * layer.kv_heads, "head_dim": layer.head_dim, "num_hidden_layers": len(plan.layers)}
+    sizes |= dict.fromkeys(("num_attention_heads", "num_key_value_heads"), layer.kv_heads)
     name = json.loads(pointer.read_text())["base_model"]
-    LlamaForCausalLM(small).push_to_hub(name)
+    LlamaForCausalLM(LlamaConfig(**sizes, intermediate_size=16, vocab_size=64)).push_to_hub(name)
     monkeypatch.chdir(tmp_path)
     student = dofla.load(pointer.parent)
     assert any(x.startswith(f"GET /{name}/") and x.endswith("/model.safetensors") for x in hub.asked)

@@ -28,19 +28,9 @@ from dofla.runs.recipe import Recipe
 from dofla.runs.run import run
 from dofla.tasks import Comparison, Difference, TaskResults
 
-FIGURES = {
-    "source": "/home/me/my_text.txt.gz (validation)",
-    "windows": 8,
-    "length": 24,
-    "language": {
-        "original_loss": 1.5,
-        "loss": 1.625,
-        "loss_increase": 0.125,
-        "loss_increase_interval": [0.1, 0.15],
-        "kl": 0.25,
-        "top1_agreement": 0.875,
-    },
-}
+LANGUAGE = {"original_loss": 1.5, "loss": 1.625, "loss_increase": 0.125, "loss_increase_interval": [0.1, 0.15]}
+LANGUAGE |= {"kl": 0.25, "top1_agreement": 0.875}
+FIGURES = {"source": "/home/me/my_text.txt.gz (validation)", "windows": 8, "length": 24, "language": LANGUAGE}
 
 
 @pytest.fixture
@@ -161,9 +151,8 @@ def test_training_is_put_on_record(base, tmp_path):
     model = student_of(base)
     windows = TokenWindows(tokens(8, 24), source="owner/stories@train (train)")
     dofla.linear.distill(model, windows, steps=2, rows=8, context=24)
-    dofla.linear.distill_end_to_end(
-        model, TokenWindows(tokens(4, 24), source="/data/mine.txt (train)"), steps=1, context=64
-    )
+    mine = TokenWindows(tokens(4, 24), source="/data/mine.txt (train)")
+    dofla.linear.distill_end_to_end(model, mine, steps=1, context=64)
     layerwise, whole = Converted.of(model).record.training
     assert (layerwise.steps, layerwise.positions, layerwise.weights) == (2, 24, False)
     assert layerwise.command.startswith("dofla.linear.distill(student, windows, loss='output', steps=2, batch_size=2")
@@ -190,9 +179,6 @@ def test_no_training_and_no_figures_are_said_to_be_none(tmp_path):
     assert "None are recorded." in text_of(tmp_path)
     assert not {"datasets", "metrics", "model-index", "base_model", "license"} & front_matter(tmp_path).keys()
     assert "could not be read from here" in text_of(tmp_path)
-
-
-# License
 
 
 @pytest.mark.parametrize(
@@ -240,9 +226,6 @@ def test_students_in_the_repository_have_cards_made_of_their_plan_and_record(tmp
     assert table[0] == table[1]
 
 
-# Cards written by hand
-
-
 @pytest.mark.parametrize(
     ("change", "by_hand"),
     [
@@ -264,9 +247,6 @@ def test_a_card_that_a_person_wrote_or_changed_stays(change, by_hand, tmp_path):
     assert (b"0.125" in path.read_bytes()) != by_hand
 
 
-# Notes
-
-
 @pytest.mark.parametrize("kind", ["adapter", "standalone"])
 def test_figures_can_be_put_into_a_folder(kind, base, tmp_path):
     folder = saved(student_of(base), tmp_path / "out", kind)
@@ -274,14 +254,11 @@ def test_figures_can_be_put_into_a_folder(kind, base, tmp_path):
     weights = {path.name: path.read_bytes() for path in folder.glob("*.safetensors")}
     dofla.note(folder, figures=tmp_path / "evaluation.json", command="python judge.py")
     assert "python judge.py" in text_of(folder)
-    other = FIGURES | {"language": FIGURES["language"] | {"loss_increase": 0.0625}}
+    other = FIGURES | {"language": LANGUAGE | {"loss_increase": 0.0625}}
     dofla.note(str(folder), figures=other)
     dofla.note(folder, figures=FIGURES | {"source": "another.txt"}, base_model="owner/base")
-    gaps = [
-        (f.model, f.source)
-        for f in Converted.of(dofla.load(folder, base_model=base)).record.figures
-        if f.metric == "loss_increase"
-    ]
+    figures = Converted.of(dofla.load(folder, base_model=base)).record.figures
+    gaps = [(figure.model, figure.source) for figure in figures if figure.metric == "loss_increase"]
     text = "my_text.txt.gz (validation), 8 windows of 24 tokens"
     assert gaps == [(0.0625, text), (0.125, "another.txt, 8 windows of 24 tokens")]
     assert front_matter(folder)["base_model"] == "owner/base"
@@ -290,11 +267,8 @@ def test_figures_can_be_put_into_a_folder(kind, base, tmp_path):
 
 def test_figures_of_tasks_and_encoders_are_known(tmp_path):
     model = own_student("llama")
-    accuracy = {"model": 0.5, "original": 0.75}
-    dofla.note(
-        model,
-        figures={"tasks": {"tasks": [{"task": "arc", "items": 40, "metrics": {"acc": accuracy, "f1, all": accuracy}}]}},
-    )
+    metrics = {name: {"model": 0.5, "original": 0.75} for name in ("acc", "f1, all")}
+    dofla.note(model, figures={"tasks": {"tasks": [{"task": "arc", "items": 40, "metrics": metrics}]}})
     dofla.note(model, figures={"source": "x", "windows": 3, "embeddings": {"cosine": 0.9, "spearman": 0.8}})
     figures = Converted.of(model).record.figures
     found = {figure.metric: (figure.model, figure.original, figure.source) for figure in figures}
@@ -359,9 +333,6 @@ def test_an_adapter_without_a_record_and_one_of_a_later_version_open(base, tmp_p
     assert Converted.of(dofla.load(folder)).record.base_model == "owner/name"
     (folder / "record.json").unlink()
     assert Converted.of(dofla.load(folder)).record == Record()
-
-
-# How it hangs on the model
 
 
 def test_a_student_is_freed_copied_and_pickled_as_any_model(tmp_path):

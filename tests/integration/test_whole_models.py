@@ -16,7 +16,7 @@ from dofla.errors import DoflaError
 from dofla.integration import checksums
 
 OPENERS = [AutoModelForCausalLM.from_pretrained, dofla.load]
-LAYER = "model.layers.1.self_attn"
+QUANTIZATION, LAYER = "quantization_config", "model.layers.1.self_attn"
 
 
 def compressed(**options):
@@ -52,18 +52,6 @@ def edit(folder, change):
     (folder / "config.json").write_text(json.dumps(config))
 
 
-def by_keyword(model, weights, folder):
-    model.save_pretrained(folder, state_dict=weights)
-
-
-def by_position(model, weights, folder):
-    model.save_pretrained(folder, True, weights)
-
-
-def in_shards(model, weights, folder):
-    model.save_pretrained(folder, state_dict=weights, max_shard_size="20KB")
-
-
 def by_trainer(model, weights, folder):
     Trainer(model, TrainingArguments(folder, use_cpu=True, report_to=[]))._save(str(folder), state_dict=weights)
 
@@ -77,12 +65,21 @@ def by_accelerator(model, weights, folder):
     )
 
 
-@pytest.mark.parametrize("save", [by_keyword, by_position, in_shards, by_trainer, by_accelerator])
+WAYS = {
+    "keyword": lambda model, weights, folder: model.save_pretrained(folder, state_dict=weights),
+    "position": lambda model, weights, folder: model.save_pretrained(folder, True, weights),
+    "shards": lambda model, weights, folder: model.save_pretrained(folder, state_dict=weights, max_shard_size="20KB"),
+    "trainer": by_trainer,
+    "accelerator": by_accelerator,
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("opened", [True, False], ids=["opened", "compressed"])
-def test_the_weights_given_are_those_that_are_saved(saved, tmp_path, save, opened):
+def test_the_weights_given_are_those_that_are_saved(saved, tmp_path, way, opened):
     model = AutoModelForCausalLM.from_pretrained(saved) if opened else compressed()
     right = logits(model) * 0.5
-    save(model, other_weights(model), tmp_path)
+    WAYS[way](model, other_weights(model), tmp_path)
     assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path)), right)
     model.save_pretrained(tmp_path)
     assert torch.equal(logits(dofla.load(tmp_path)), logits(model))
@@ -124,15 +121,12 @@ DAMAGE = {
     "edited": ("model.safetensors", with_another_tensor),
     "config": ("config.json", lambda path: edit(path.parent, lambda x: x.update(rms_norm_eps=0.5))),
     "plan": ("config.json", lambda path: edit(path.parent, lambda x: of_layer(x).update(window=3))),
-    "checksums": (
-        "config.json",
-        lambda path: edit(path.parent, lambda x: x["quantization_config"].update(checksums=3)),
-    ),
+    "checksums": ("config.json", lambda path: edit(path.parent, lambda x: x[QUANTIZATION].update(checksums=3))),
 }
 
 
 def of_layer(config):
-    return config["quantization_config"]["layers"][LAYER]
+    return config[QUANTIZATION]["layers"][LAYER]
 
 
 @pytest.mark.parametrize("open_", OPENERS)

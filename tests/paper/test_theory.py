@@ -130,9 +130,6 @@ def test_a_feature_that_is_zero_scores_zero_and_need_not_be_drawn():
     assert theory.max_leverage(log_features, kernel.gram, 0.1, density) == math.inf
 
 
-# --- Theorem 3 -------------------------------------------------------------------------------------------------------
-
-
 @quick
 @given(st.floats(0.01, 500.0), st.floats(0.01, 3.0), st.floats(0.001, 0.999))
 def test_required_features_is_the_smallest_integer(leverage, t, delta):
@@ -225,9 +222,6 @@ def test_the_bounds_by_hand():
     assert theory.kernel_error_bound(gram, 8.0, 1.0, 0.5) == pytest.approx(5 + 16 * 3 + 64 * (0.5 + 1 / 5 + 1 / 9))
     # v = (1, 1): <v, (Σ + I)v> = (3 + 2) / 2
     assert theory.integral_error_bound(gram, 1.0, 0.5, torch.ones(2)) == pytest.approx(0.5 * 3 * 2.5)
-
-
-# --- positive random features ----------------------------------------------------------------------------------------
 
 
 def gauss_hermite(width: int, nodes: int = 40) -> tuple[torch.Tensor, torch.Tensor]:

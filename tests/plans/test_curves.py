@@ -78,9 +78,6 @@ def test_a_cache_is_paid_for_in_the_models_dtype_whatever_tokens_are_kept_in():
     assert choose([curve("a", (1e4, 1e4))], {"a": shape}, 2 * 40 * 64 - 1, context=40)["a"].sizes is not None
 
 
-# --- heads that differ ------------------------------------------------------------------------------------------------
-
-
 @st.composite
 def ragged(draw):
     """A layer of up to four heads, each with an effect and an error curve of its own, and its shape."""
@@ -228,12 +225,8 @@ def test_a_damaged_file_is_named(tmp_path, damage):
 @pytest.mark.parametrize("format", [1, 3])
 def test_curves_of_another_format_are_to_be_measured_again(tmp_path, format):
     points = [{"share": 0.73, "bytes": 100, "error": 0.3}, {"share": 0.73, "bytes": 400, "error": 0.1}]
-    data = {
-        "format": format,
-        "layers": [{"name": "a", "effect": 1.0, "points": points}],
-        "model": "teacher",
-        "made_by": {},
-    }
+    layers = [{"name": "a", "effect": 1.0, "points": points}]
+    data = {"format": format, "layers": layers, "model": "teacher", "made_by": {}}
     (tmp_path / "old.json").write_text(json.dumps(data))
     with pytest.raises(DoflaError, match=rf"old\.json holds no error curves .*format {format}, .*: measure them again"):
         Curves.load(tmp_path / "old.json")

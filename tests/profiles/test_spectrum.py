@@ -143,9 +143,6 @@ def test_a_bad_option_is_named(options, message):
         degrees_of_freedom(Spectrum(torch.ones(3, dtype=torch.float64), 0.0), **options)
 
 
-# --- attention --------------------------------------------------------------------------------------------------------
-
-
 @quick
 @given(
     seed=seeds,

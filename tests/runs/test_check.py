@@ -135,9 +135,6 @@ def test_a_model_is_told_of_for_people_and_for_programs(capsys):
     assert found["cache"][0]["factor"] > 10
 
 
-# Names and folders
-
-
 @pytest.mark.parametrize(
     ("files", "match"),
     [
@@ -203,9 +200,6 @@ def test_code_of_a_checkpoint_runs_only_if_allowed(tiny, tmp_path, monkeypatch):
     assert ran.exists()
     assert found.supported
     assert len(found.layers) == 2
-
-
-# The time of calibration
 
 
 @pytest.mark.slow

@@ -34,21 +34,11 @@ def bearer(key: bytes):
     return [(b"authorization", key)]
 
 
-@pytest.mark.parametrize(
-    "headers",
-    [
-        [],
-        bearer(b"Bearer other"),
-        bearer(b"Bearer secre"),
-        bearer(b"Bearer secrets"),
-        bearer(b"Bearer"),
-        bearer(b"secret"),
-        bearer(b"Basic secret"),
-        bearer(b"Bearer \xff"),
-        bearer(b"Bearer secret") * 2,
-        [(b"x-authorization", b"Bearer secret")],
-    ],
-)
+WRONG = [b"Bearer other", b"Bearer secre", b"Bearer secrets", b"Bearer", b"secret", b"Basic secret", b"Bearer \xff"]
+OTHERWISE = [[], bearer(b"Bearer secret") * 2, [(b"x-authorization", b"Bearer secret")]]
+
+
+@pytest.mark.parametrize("headers", [*map(bearer, WRONG), *OTHERWISE])
 def test_without_the_key_nobody_is_let_in(headers):
     status, said = asked("secret", headers)
     assert status == 401
