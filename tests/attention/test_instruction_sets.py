@@ -3,18 +3,15 @@
 import ctypes
 import math
 import platform
-import shutil
-import subprocess
-from pathlib import Path
 
 import pytest
 import torch
+from headers import library_of, needs_compiler
 
 from dofla.attention import Coder
 from dofla.attention.coding.coder import Moments
 from dofla.attention.coding.heavy_hitters import WEIGHTS
 from dofla.attention.coding.levels import TABLES
-from dofla.attention.compiled import build
 from dofla.attention.constants import OCTAVE
 from dofla.attention.eight_bits import pack
 
@@ -51,23 +48,12 @@ extern "C" void powers(Size count, const float* x, float* to) {
 LESS = {"x86_64": ("-mno-avx512f", "-mno-avx")}
 """Flags by which a compiler leaves out the longest vectors."""
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(
-        platform.machine() not in build.FLAGS or shutil.which("c++") is None, reason="no C++ compiler for this machine"
-    ),
-]
+pytestmark = [pytest.mark.slow, needs_compiler]
 
 
 @pytest.fixture(scope="module", params=LESS.get(platform.machine(), ()) or ("-O2",))
 def library(request, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("codes")
-    (folder / "codes.cpp").write_text(SOURCE, encoding="utf-8")
-    build.write_headers(folder)
-    flags = [*build.FLAGS[platform.machine()], request.param, "-std=c++17", "-shared", "-fPIC"]
-    command = ["c++", *flags, "-iquote", str(Path(build.__file__).parent), "-I.", "codes.cpp", "-o", "codes.so"]
-    subprocess.run(command, cwd=folder, check=True)
-    return ctypes.CDLL(str(folder / "codes.so"))
+    return library_of(SOURCE, tmp_path_factory.mktemp("codes"), request.param)
 
 
 @pytest.mark.parametrize("together", [False, True])

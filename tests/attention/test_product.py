@@ -1,18 +1,13 @@
 """The small matrix product of processors on which torch has none: float64's, and nothing else is written."""
 
 import ctypes
-import platform
-import shutil
-import subprocess
-from pathlib import Path
 
 import pytest
 import torch
 from arithmetic import sum_error
+from headers import library_of, needs_compiler
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-from dofla.attention.compiled import build
 
 SOURCE = """
 #include "product.h"
@@ -23,20 +18,12 @@ extern "C" void matmul(Size rows, Size columns, Size inner, const float* a, Size
 }
 """
 
-pytestmark = pytest.mark.skipif(
-    platform.machine() not in build.FLAGS or shutil.which("c++") is None, reason="no C++ compiler for this machine"
-)
+pytestmark = needs_compiler
 
 
 @pytest.fixture(scope="module")
 def matmul(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("product")
-    (folder / "product.cpp").write_text(SOURCE, encoding="utf-8")
-    build.write_headers(folder)
-    flags = [*build.FLAGS[platform.machine()], "-std=c++17", "-shared", "-fPIC"]
-    command = ["c++", *flags, "-iquote", str(Path(build.__file__).parent), "-I.", "product.cpp", "-o", "product.so"]
-    subprocess.run(command, cwd=folder, check=True)
-    function = ctypes.CDLL(str(folder / "product.so")).matmul
+    function = library_of(SOURCE, tmp_path_factory.mktemp("product")).matmul
     size, pointer = ctypes.c_int64, ctypes.c_void_p
     function.argtypes = [size, size, size, pointer, size, pointer, size, pointer, size, ctypes.c_bool]
     function.restype = None

@@ -33,9 +33,6 @@ def divergences(student, tokens):
     return [layer.kl for layer in figures.values()]
 
 
-# --- learning ---------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("loss", sorted(LOSSES))
 @pytest.mark.parametrize("plan", [{"features": 8}, {"features": [10, 4], "window": 2, "sinks": 1}])
 def test_the_loss_of_every_layer_falls(tiny, loss, plan):
@@ -69,9 +66,6 @@ def test_learning_rates_fall_along_a_cosine(tiny):
         rate = rates[name.rpartition(".")[2]]
         assert moves[0] == pytest.approx(rate, rel=1e-2)
         assert all(move <= 1.5 * rate * (1 + math.cos(math.pi * n / 10)) / 2 for n, move in enumerate(moves))
-
-
-# --- what stays as it is ----------------------------------------------------------------------------------------------
 
 
 @every_loss
@@ -142,9 +136,6 @@ def test_padded_encoders_and_images_are_distilled(tiny, options):
         losses = distill(student_of(tiny, model), windows, steps=20, batch_size=4, **options).losses
         assert torch.isfinite(losses).all()
         assert losses[-5:].mean() < losses[:5].mean()
-
-
-# --- batches ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("windows", [WINDOWS, WINDOWS - 1])  # batches count by their windows
@@ -219,8 +210,6 @@ def test_all_rows_are_looked_at_unless_fewer_are_asked_for(tiny):
     assert torch.equal(more, every)
     assert not torch.equal(fewer, every)
 
-
-# --- stopping and going on --------------------------------------------------------------------------------------------
 
 OPTIONS = {"loss": "softmax", "steps": 6, "batch_size": 2, "accumulate": 2, "rows": 9, "own_inputs": 0.5}
 
@@ -360,9 +349,6 @@ def test_nan_names_layer_and_step_saves_nothing_of_it_and_leaves_nothing_behind(
     history = distill(student, tokens, folder=tmp_path, checkpoint_every=1, **OPTIONS)
     assert torch.equal(history.losses, expected.losses)
     assert equal(feature_maps(student), feature_maps(whole))
-
-
-# --- bad input --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

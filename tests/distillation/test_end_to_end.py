@@ -49,9 +49,6 @@ def divergence(student, tokens):
     return next_token_figures(student, TokenWindows.of(tokens), batch_size=WINDOWS)["kl"]
 
 
-# --- learning ---------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("weights", "family"),
     [("lora", "llama"), ("maps", "gpt2"), ("all", "gpt_neox"), ("maps", "llama"), ("lora", "gpt_neox")],
@@ -120,9 +117,6 @@ def test_the_teacher_keeps_its_head_while_the_students_is_trained(tiny):
         loss = Objective(student, part.teacher)({"input_ids": tokens}, 2 * (LENGTH - 1), 2)
         assert_close(teacher_logits(student, tokens), before, rtol=0, atol=0)
     assert loss.item() == pytest.approx(divergence(student, tokens), rel=1e-4)
-
-
-# --- what is left -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -228,9 +222,6 @@ def test_factors_that_do_not_fit_are_one_line_and_change_nothing(tiny, factors, 
     assert equal(base_weights(student), before)
 
 
-# --- options ----------------------------------------------------------------------------------------------------------
-
-
 def test_layers_made_again_change_no_number(tiny):
     tokens = tiny.tokens(WINDOWS, LENGTH)
     runs = []
@@ -274,9 +265,6 @@ def test_accelerate_reads_the_data_parallel_config():
     assert (config.distributed_type, config.num_processes) == ("MULTI_GPU", 2)
 
 
-# --- stopping and going on --------------------------------------------------------------------------------------------
-
-
 @every_choice
 @pytest.mark.parametrize("stop", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_an_interrupted_run_ends_as_if_it_had_not_been(tiny, tmp_path, weights, stop):
@@ -302,9 +290,6 @@ def test_an_interrupted_run_ends_as_if_it_had_not_been(tiny, tmp_path, weights, 
     assert (tmp_path / "lora").exists() == (weights == "lora")
     with pytest.raises(DoflaError, match="belongs to a run with another seed"):
         distill_end_to_end(student_of(tiny, window=3), tokens, **options, seed=1)
-
-
-# --- bad input --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,5 @@
 """Whatever is named as a model: each function that opens one says what it is instead."""
 
-from __future__ import annotations
-
 import json
 import shutil
 

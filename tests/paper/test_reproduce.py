@@ -17,6 +17,7 @@ pytestmark = pytest.mark.slow
 
 TASKS = ("piqa", "winogrande")
 SIZE = {"vocab_size": 64, "bos_token_id": 0, "eos_token_id": 0}
+LAYERS = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 32}
 
 
 @pytest.fixture(scope="module")
@@ -28,12 +29,8 @@ def home(tmp_path_factory):
     torch.manual_seed(0)
     stand_ins = {
         "gpt2": GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=2, n_head=4, n_positions=128, **SIZE)),
-        "pythia-1b": GPTNeoXForCausalLM(
-            GPTNeoXConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=32, **SIZE)
-        ),
-        "minilm": BertModel(
-            BertConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=32, vocab_size=64)
-        ),
+        "pythia-1b": GPTNeoXForCausalLM(GPTNeoXConfig(**SIZE, **LAYERS)),
+        "minilm": BertModel(BertConfig(vocab_size=64, **LAYERS)),
     }
     for name, model in stand_ins.items():
         model.save_pretrained(folder / name)

@@ -9,23 +9,14 @@ from dofla.errors import DoflaError
 from dofla.paper.items import HUB, hub_task, train_and_test
 from dofla.tasks import KNOWN, STYLES
 
+MELTS = {"text": ["ice", "stone"], "label": ["1", "2"]}
+WHOSE = {"pronoun": "his", "pronoun_loc": 25, "options": ["The cat", "The owner"], "label": 1}
 ROWS = {
     "piqa": {"goal": "Open a jar", "sol1": "Turn the lid.", "sol2": "Shake it.", "label": 0},
     "logiqa": {"context": "All A are B.", "question": "Which?", "options": ["x", "y", "z", "w"], "label": " c"},
-    "arc_easy": {
-        "id": "Q1",
-        "question": "What melts?",
-        "choices": {"text": ["ice", "stone"], "label": ["1", "2"]},
-        "answerKey": "2",
-    },
+    "arc_easy": {"id": "Q1", "question": "What melts?", "choices": MELTS, "answerKey": "2"},
     "winogrande": {"sentence": "Ann thanked Sue as _ helped.", "option1": "Ann", "option2": "Sue", "answer": "2"},
-    "wsc273": {
-        "text": "The cat saw its owner as his door opened.",
-        "pronoun": "his",
-        "pronoun_loc": 25,
-        "options": ["The cat", "The owner"],
-        "label": 1,
-    },
+    "wsc273": {"text": "The cat saw its owner as his door opened.", **WHOSE},
     "mmlu": {"question": " 1 + 1? ", "subject": "algebra", "choices": ["1", "2", "3", "4"], "answer": 1},
 }
 ROWS["arc_challenge"] = ROWS["arc_easy"]

@@ -215,9 +215,6 @@ def test_lambda_and_normalization_reach_the_spectra():
     assert features(allocate(profile, 500, "dof", lam=1e-3)) != features(allocate(profile, 500, "dof", lam=0.1))
 
 
-# --- hybrid layers ----------------------------------------------------------------------------------------------------
-
-
 def sizes(plan):
     return [None if isinstance(x, SoftmaxLayer) else (x.features, x.window, x.sinks) for x in plan.layers]
 
@@ -368,9 +365,6 @@ def test_hybrid_layers_default_to_mlp_and_the_papers_to_prf():
             plan = allocate(profile, 8, strategy, name, **options)
             assert {x.feature_map for x in plan.layers} == {found}
             assert plan.made_by["strategy"] == strategy
-
-
-# --- by error curves --------------------------------------------------------------------------------------------------
 
 
 @quick

@@ -21,10 +21,6 @@ from dofla.profiles.spectrum import Spectrum, degrees_of_freedom, gram_spectrum
 
 ALL = 10_000
 """More samples than any text here has vectors."""
-
-
-# --- the sample -------------------------------------------------------------------------------------------------------
-
 KV_HEADS, SHARE = 2, 3
 PADDING = -1.0
 
@@ -99,9 +95,6 @@ def test_a_batch_of_padding_only_changes_nothing():
     calls = [numbered_call(0, 1, 4), numbered_call(4, 1, 3, {4, 5, 6})]
     with_it, without = (sorted(sample(100, 0, some)[0].tolist()) for some in (calls, calls[:1]))
     assert with_it == without
-
-
-# --- what is measured -------------------------------------------------------------------------------------------------
 
 
 def rotated(x: torch.Tensor, base: float) -> torch.Tensor:
@@ -361,9 +354,6 @@ def test_the_profile_says_what_was_measured_and_that_it_goes_on(tiny):
     assert seen == [("reading", n, 3) for n in (1, 2, 3)] + [("spectra", 1, 1)]
 
 
-# --- what it leaves behind --------------------------------------------------------------------------------------------
-
-
 def test_the_model_is_left_as_it_was(tiny):
     model = tiny.llama()
     model.set_attn_implementation("eager")
@@ -386,9 +376,6 @@ def test_the_model_can_be_trained_afterwards(tiny, rope):
     dofla.linear.profile(model, tokens, samples=8)
     model(tokens, labels=tokens).loss.backward()
     assert all(torch.isfinite(p.grad).all() for p in model.parameters())
-
-
-# --- bad input --------------------------------------------------------------------------------------------------------
 
 
 def test_nan_in_the_activations_names_layer_and_batch(tiny):
@@ -425,9 +412,6 @@ def test_a_bad_option_is_one_line_with_the_way_out(tiny, options, message):
 def test_a_linearized_model_is_refused(tiny):
     with pytest.raises(DoflaError, match="converted already"):
         dofla.linear.profile(student_of(tiny), tiny.tokens(2, 8))
-
-
-# --- files ------------------------------------------------------------------------------------------------------------
 
 
 def some_profile() -> Profile:

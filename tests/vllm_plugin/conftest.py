@@ -56,13 +56,9 @@ def sliding(tmp_path_factory):
     known += ("num_hidden_layers", "rms_norm_eps", "rope_parameters", "tie_word_embeddings", "max_position_embeddings")
     known += ("bos_token_id", "eos_token_id")
     kinds = ["sliding_attention", "full_attention"] * teacher.config.num_hidden_layers
-    config = Qwen2Config(
-        **{name: getattr(teacher.config, name) for name in known},
-        layer_types=kinds[: teacher.config.num_hidden_layers],
-        sliding_window=48,
-        use_sliding_window=True,
-    )
-    model = Qwen2ForCausalLM(config).float().eval()
+    same = {name: getattr(teacher.config, name) for name in known}
+    own = {"layer_types": kinds[: teacher.config.num_hidden_layers], "sliding_window": 48, "use_sliding_window": True}
+    model = Qwen2ForCausalLM(Qwen2Config(**same, **own)).float().eval()
     lacking, others = model.load_state_dict(teacher.state_dict(), strict=False)
     assert not others
     for name in lacking:  # biases of queries, keys and values
