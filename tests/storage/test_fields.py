@@ -1,5 +1,7 @@
 """Plain data into dataclasses."""
 
+from __future__ import annotations  # kinds of fields are strings, as they are everywhere in dofla
+
 import math
 from dataclasses import dataclass, field
 
