@@ -1,7 +1,5 @@
 """Log-features that are an affine map of the vector, less a multiple of its squared length."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -1,7 +1,5 @@
 """Attention through features: features for the far past, exact scores for a window and sinks, one joint normalizer."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 

@@ -3,8 +3,6 @@
 To add one: a folder with a subclass of :class:`~dofla.attention.backend.Backend`, and an entry here.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from torch import Tensor

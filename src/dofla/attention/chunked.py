@@ -1,7 +1,5 @@
 """Linear attention over many tokens at once: prefill and training, O(L); and token by token: decoding."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """The compressed caches of a layer's KV heads: a local window and sinks in int8, a tier in few bits."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

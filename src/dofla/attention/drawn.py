@@ -1,7 +1,5 @@
 """Exact causal attention of a call, and the attention that each token drew, in plain torch."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

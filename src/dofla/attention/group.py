@@ -1,7 +1,5 @@
 """The protocol of a group of KV heads: how a layer asks its heads for attention."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Generic, TypeVar

@@ -1,7 +1,5 @@
 """Some heads of a tensor, read and written: layers whose heads differ are done group by group."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any

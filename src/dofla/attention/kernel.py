@@ -1,7 +1,5 @@
 """The kernel between every query and every key, exact and approximate, as logarithms: what the losses look at."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

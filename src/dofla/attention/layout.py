@@ -5,8 +5,6 @@ Triton kernels by the names of :data:`HEAD_NUMBERS`. As separate tensors, a stat
 heads, and passing so many costs a decoded token half as much again as the arithmetic. Plain torch works on views.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

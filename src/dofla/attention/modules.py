@@ -1,7 +1,5 @@
 """torch's lists and dictionaries of modules, with the type of what they hold, which torch's own leave out."""
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:

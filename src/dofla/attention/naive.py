@@ -1,7 +1,5 @@
 """The readable truth: quadratic, in log space, best called in float64. Every other form is tested against it."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

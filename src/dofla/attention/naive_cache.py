@@ -10,8 +10,6 @@ A new rule of eviction is a small class, a :class:`Retention`. Try it in a compr
 :func:`dofla.compression.retention.retention`.
 """
 
-from __future__ import annotations
-
 from typing import Protocol
 
 import torch

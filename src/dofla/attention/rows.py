@@ -1,7 +1,5 @@
 """Several tensors as one: side by side in rows of bytes, which are handed on, copied and written as they are."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from itertools import accumulate

@@ -1,7 +1,5 @@
 """Measuring what a compressed cache of any size needs to know of a model."""
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence

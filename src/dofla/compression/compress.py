@@ -1,7 +1,5 @@
 """Giving a model a compressed KV cache, in place and without training."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 

@@ -6,8 +6,6 @@ transformers lets a package register a "quantizer", which may change a model onc
 compresses the model's KV cache; no weight is quantized.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The directions that matter to the coded tokens of a compressed cache."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager

@@ -6,8 +6,6 @@ gradient of the model's loss at the layer's output says what the difference cost
 whose other heads evict as well, which matters: where one head alone evicts what is far back, others make up for it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial

@@ -1,7 +1,5 @@
 """The plan of a compressed cache: how many tokens of each kind every KV head gets for a size in bytes."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection
 from typing import Any

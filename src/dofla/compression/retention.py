@@ -1,7 +1,5 @@
 """Trying another rule of eviction in a compressed model, without writing a kernel."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any

@@ -4,8 +4,6 @@ They are ranked by what their eviction costs where needles stand far back. With 
 what the model finds; what the others then evict costs text more.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 
 from transformers import PreTrainedTokenizerBase

@@ -1,7 +1,5 @@
 """Sizes of a compressed cache: bytes, text with a unit, or a ratio to the cache of softmax attention."""
 
-from __future__ import annotations
-
 import math
 import re
 

@@ -1,7 +1,5 @@
 """Layers as submodules of a model's attention modules."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The entry of a transformers cache that holds a layer's linear-attention states instead of keys and values."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Saving and opening converted models: an adapter alone, or everything."""
 
-from __future__ import annotations
-
 import logging
 import shutil
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Checksums of a whole model, in its config.json: what is opened is what was saved, by whichever library."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

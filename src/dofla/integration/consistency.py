@@ -4,8 +4,6 @@ Families differ in what they do with a cache, and attention alone does not show 
 share an entry, or count tokens themselves. So a converted model is tried before it is handed out.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager

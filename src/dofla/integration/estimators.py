@@ -1,7 +1,5 @@
 """Estimators of a layer's degrees of freedom: from rows of attention, or from queries and keys as in the paper."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import ClassVar, Protocol

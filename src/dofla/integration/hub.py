@@ -1,7 +1,5 @@
 """Requests to the Hugging Face hub, all of them through huggingface_hub."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The functions that transformers calls: attention and mask functions, registered under dofla's names."""
 
-from __future__ import annotations
-
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping

@@ -1,7 +1,5 @@
 """Low-rank updates of linear layers: put on by peft, taken off as factors, merged in float32."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any

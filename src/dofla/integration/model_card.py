@@ -1,7 +1,5 @@
 """The model card of a converted model: README.md, made from its plan and its record."""
 
-from __future__ import annotations
-
 import hashlib
 import logging
 from collections.abc import Iterator, Sequence

@@ -3,8 +3,6 @@
 ``device_map="auto"`` and ``offload_folder=...`` open such a model (:func:`dofla.load`, ``dofla --set offload=FOLDER``).
 """
 
-from __future__ import annotations
-
 from contextlib import AbstractContextManager, nullcontext
 
 import torch

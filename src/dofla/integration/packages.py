@@ -1,8 +1,6 @@
 """Models inside installed packages, by a name that holds wherever the package is: ``package:NAME/FOLDER``; one of them,
 which is in this package, is also called ``demo``."""
 
-from __future__ import annotations
-
 import importlib.util
 from pathlib import Path
 

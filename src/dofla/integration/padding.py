@@ -4,8 +4,6 @@ The arithmetic counts slots, and is right where padding comes before the first r
 padding elsewhere are brought into that form, or are made for the real tokens alone.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from typing import Any

@@ -6,8 +6,6 @@ misjudges keys beyond: on SmolLM2, trained on 512 tokens, features have a loss i
 context and of .14 with it, and codes measured on the first 512 positions a KL of 1.5 nats at 6,000.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 
 import torch

@@ -1,7 +1,5 @@
 """The number of positions of a model, and the start of the state of a text that is longer."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

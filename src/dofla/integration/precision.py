@@ -1,7 +1,5 @@
 """A test of whether a processor multiplies numbers of half precision, or takes them apart one by one."""
 
-from __future__ import annotations
-
 import logging
 from functools import lru_cache
 

@@ -1,7 +1,5 @@
 """Measuring an original: one pass over the tokens, a sample of each head, then spectra."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """The check that a model can read tokens at all: PyTorch itself says no more than that an index is out of range."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -7,8 +7,6 @@ would be less far-reaching, but make a circle of references: a deleted model wou
 collector comes by.)
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextvars import ContextVar
 from functools import wraps

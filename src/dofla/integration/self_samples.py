@@ -1,7 +1,5 @@
 """Windows of tokens from any source, the model's own samples among them, for when its training text is not at hand."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

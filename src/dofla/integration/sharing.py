@@ -1,7 +1,5 @@
 """Giving a converted model to others: its adapter on the hub, and what its model card is to say."""
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext

@@ -1,7 +1,5 @@
 """Finding a model's attention modules: run it once on a few tokens and see who calls."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any

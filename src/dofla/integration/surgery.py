@@ -1,7 +1,5 @@
 """Turning a model into a converted model in place, and back."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext

@@ -5,8 +5,6 @@ beside them, as buffers that no checkpoint holds: ``dofla.original(student)`` co
 still with the teacher, and ``dofla.restore(student)`` puts them back bit for bit.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 

@@ -1,7 +1,5 @@
 """A model of which only the config is known: its modules and shapes, and stand-ins in the place of weights."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Models that something has been put around."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import wraps
 from inspect import signature

@@ -1,7 +1,5 @@
 """A block of numbers in few bits: a trellis code and a scale, by exact arithmetic; and how bits become bytes."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

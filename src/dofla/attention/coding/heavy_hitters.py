@@ -7,8 +7,6 @@ survive however a text is cut into calls. The idea is that of H2O (Zhang et al. 
 is normalized over the tokens of the tier alone, and scores decay by a 64th with every token.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """The numbers that codes stand for: levels and scales."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import cache
 

@@ -1,7 +1,5 @@
 """Operations on the codes of a compressed cache, in plain torch."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import torch

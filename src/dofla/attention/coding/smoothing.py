@@ -1,7 +1,5 @@
 """Keys without what quantization spends its levels on: a constant vector, and channels larger than others."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 

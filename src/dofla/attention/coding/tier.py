@@ -1,7 +1,5 @@
 """The tier of a compressed cache: older tokens in few bits, evicted by score."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 

@@ -6,8 +6,6 @@ algorithm. A block is closed to a ring: before its first number comes its last (
 levels than others. All arithmetic is in integers.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

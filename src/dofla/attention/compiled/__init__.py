@@ -10,8 +10,6 @@ product.h on ARM. Where the kernels cannot be built or do not run, :func:`obstac
 same work.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import lru_cache
 

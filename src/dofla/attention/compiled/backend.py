@@ -1,7 +1,5 @@
 """The backend of C++ kernels, for CPUs."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Compiling the kernels, once per machine and version, into the user's cache folder."""
 
-from __future__ import annotations
-
 import hashlib
 import importlib.util
 import logging

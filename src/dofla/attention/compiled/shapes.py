@@ -1,7 +1,5 @@
 """Outputs of the operators without contents, with which torch.compile traces them. Imported once they are loaded."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

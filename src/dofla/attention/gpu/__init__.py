@@ -23,8 +23,6 @@ adapter to kernels of that form could be exact, and there is none.
 Triton comes with torch where there is a GPU to use; modules of kernels need it, and are imported at the first call.
 """
 
-from __future__ import annotations
-
 from functools import lru_cache
 
 import torch

@@ -1,7 +1,5 @@
 """The backend of Triton kernels, for GPUs. The modules of kernels need triton and are imported at the first call."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import torch

@@ -4,8 +4,6 @@ The bits of a block are a ring, the last number's the lowest. So the window of a
 it in higher bits, is six neighboring bits, from where its own code begins: two bytes have them, whatever the bits.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

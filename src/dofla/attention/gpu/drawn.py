@@ -1,8 +1,6 @@
 """Exact prefill (attention/drawn.py): torch's flash attention, and the squared attention weights that tokens draw, as
 Triton kernels, which are further passes over queries and keys that reuse log-normalizers and store no weights."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 

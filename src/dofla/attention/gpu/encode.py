@@ -5,8 +5,6 @@ All arithmetic is that of plain torch, bit for bit: integers below 2²⁴, power
 rounded by itself; so none may be fused with another. How many bits a block has stands on the GPU and is read there.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -4,8 +4,6 @@ All arithmetic is that of plain torch, bit for bit: products of integers, up to 
 sum to less than 2²⁴, and single operations, each rounded by itself; so none may be fused with another.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

@@ -1,7 +1,5 @@
 """The coders of several groups of KV heads as one, as one launch of a Triton kernel takes them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -4,8 +4,6 @@ A unit is one KV head of one batch row. Tensors are contiguous. Masked places ho
 a missing token is a key of log-feature -inf, a missing feature one that no query has.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

@@ -1,7 +1,5 @@
 """Arithmetic that gives the same bits everywhere, as the Triton kernels do it: eight_bits.py and coding/blocks.py."""
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

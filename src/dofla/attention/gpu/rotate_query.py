@@ -1,7 +1,5 @@
 """Queries rotated to where the codes of keys stand (coding/coder.py), as a Triton kernel."""
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -1,8 +1,6 @@
 """The rows of bytes that a compressed cache is kept in (layout.py), as the kernels of a decoded token read and update
 them. Where the parts of a head begin in a row, its description says."""
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

@@ -5,8 +5,6 @@ Codes become numbers in registers, some tokens at a time, and are forgotten as s
 seen them (online softmax: Milakov and Gimelshein 2018, arXiv 1805.02867).
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -4,8 +4,6 @@ The first kernel encodes what leaves the window and rotates queries (token_encod
 the states in place (token_attend.py). Heads with one local window are done at once. Nothing waits for the GPU.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple
 

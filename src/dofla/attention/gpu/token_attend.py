@@ -4,8 +4,6 @@ Programs share the tokens of a head between them, and each leaves the weighted s
 arrive joins the sums and updates the state, in place, since all others have read it by then.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

@@ -1,7 +1,5 @@
 """The first of two kernels of a decoded token: what of it needs no token of the tier."""
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 
