@@ -1,5 +1,7 @@
 """The few figures of a converted model that stand on its model card, out of the full records that evaluations make."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
