@@ -86,9 +86,6 @@ class CacheQuantizer(HfQuantizer):
 
     quantization_config: CacheConfig
 
-    def __init__(self, quantization_config: CacheConfig, **kwargs: Any) -> None:
-        super().__init__(quantization_config, **kwargs)
-
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
         self.remove_quantization_config(model)  # the model's weights are none that this has quantized
         for module in model.modules():

@@ -23,17 +23,12 @@ WINDOWS = 12
 
 @dataclass(frozen=True)
 class Directions:
-    """Statistics of a layer, by KV head, that its coders are calibrated with. They do not depend on the layer's plan.
+    """Statistics of a layer, by KV head, that its coders are calibrated with. They do not depend on its plan."""
 
-    Attributes:
-        queries, keys, values: sums over tokens; of the queries of all query heads of a KV head together.
-        weighing: [Hkv, dv, dv], what an error in a value does to the output; None where that is not known.
-    """
-
-    queries: Moments
+    queries: Moments  # of all query heads of a KV head together
     keys: Moments
     values: Moments
-    weighing: Tensor | None
+    weighing: Tensor | None  # [Hkv, dv, dv], what an error in a value does to the output, where that is known
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -85,7 +80,7 @@ def measure_directions(
     def look(call: AttentionCall) -> None:
         call.check_finite(batch_number)
         answered.append(call.name)
-        real = call.real_rows(torch.arange(call.key.shape[-2], device=call.key.device))
+        real = call.real_rows()
         heads = call.key.shape[1]
         vectors = [x.transpose(1, 2)[real].transpose(0, 1).cpu() for x in (call.query, call.key, call.value)]
         vectors[0] = vectors[0].unflatten(0, (heads, -1)).flatten(1, 2)

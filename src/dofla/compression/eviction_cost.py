@@ -73,19 +73,11 @@ def _answers(compressed: Converted) -> Iterator[dict[str, tuple[Tensor, Tensor]]
     by_module = {compressed.model.get_submodule(name): name for name in compressed.layers}
     seen: dict[str, tuple[Tensor, Tensor]] = {}
 
-    def attention(
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Tensor | None,
-        dropout: float = 0.0,
-        scaling: float | None = None,
-        **kwargs: Any,
-    ) -> tuple[Tensor, None]:
-        smooth, _ = softmax_attention(module, query, key, value, mask, dropout, scaling, **kwargs)
+    def attention(module: nn.Module, *inputs: Any, **kwargs: Any) -> tuple[Tensor, None]:
+        smooth, _ = softmax_attention(module, *inputs, **kwargs)
         if module not in by_module:
             return smooth, None
+        query, key, value, mask, _, scaling = inputs
         call = AttentionCall.of(by_module[module], module, query, key, value, mask, scaling, kwargs)
         with torch.no_grad():
             own = call.run(compressed.layers[call.name])

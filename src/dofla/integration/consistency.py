@@ -5,8 +5,8 @@ share an entry, or count tokens themselves. So a converted model is tried before
 """
 
 import inspect
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -87,14 +87,11 @@ def _tolerated(model: PreTrainedModel) -> float:
     return max(TOLERATED, 16 * torch.finfo(model.dtype).eps)
 
 
-def _both_ways(
-    model: PreTrainedModel, seed: int, padded: bool, between: Callable[[], None] = lambda: None
-) -> tuple[Tensor, list[Tensor] | None]:
-    """Outputs of one pass [rows, n, ...], and of each call with a cache; ``between`` is called before those."""
+def _both_ways(model: PreTrainedModel, seed: int, padded: bool) -> tuple[Tensor, list[Tensor] | None]:
+    """Outputs of one pass [rows, n, ...], and of each call with a cache after it; None if the model keeps none."""
     ids = _rows(model, seed, padded)
     options: dict[str, Any] = {}
     whole = _call(model, ids, padded, torch.ones_like(ids), 0, use_cache=False)[0]
-    between()
     parts, seen = [], 0
     pieces, masks = _pieces(ids, padded)
     for n, piece in enumerate(pieces):
@@ -164,49 +161,28 @@ def _difference(whole: Tensor, parts: list[Tensor], padded: bool) -> float:
 
 def _first(model: PreTrainedModel, padded: bool) -> str:
     """The first module of the plan whose output differs, or in which a call fails."""
-    names = [layer.name for layer in model.config.quantization_config.plan.layers]
-    tolerated = _tolerated(model)
-    whole: dict[str, list[Tensor]] = {name: [] for name in names}
-    parts: dict[str, list[Tensor]] = {name: [] for name in names}
-    kept, inside = [whole], [names[0]]
-    with _watching(model, names, lambda name, out: kept[0][name].append(out), inside):
+    modules = {layer.name: model.get_submodule(layer.name) for layer in model.config.quantization_config.plan.layers}
+    outputs: dict[nn.Module, list[Tensor]] = {module: [] for module in modules.values()}
+    called = [*modules.values()][:1]
+
+    def before(module: nn.Module, args: tuple) -> None:
+        called.append(module)
+
+    def after(module: nn.Module, args: tuple, out: Any) -> None:
+        out = out[0] if isinstance(out, tuple) else out
+        if isinstance(out, Tensor) and out.ndim > 2:
+            outputs[module].append(out)
+
+    with ExitStack() as hooks:
+        for module in outputs:
+            hooks.callback(module.register_forward_pre_hook(before).remove)
+            hooks.callback(module.register_forward_hook(after).remove)
         try:
-            _both_ways(model, 0, padded, lambda: kept.__setitem__(0, parts))
+            _both_ways(model, 0, padded)
         except Exception:  # seen before, and said
-            return inside[0]
-    for name in names:
-        seen = len(whole[name]) == 1 and len(parts[name]) == len(CALLS)  # not if it is called more often
-        if seen and _difference(whole[name][0], parts[name], padded) > tolerated:
+            return next(name for name, module in modules.items() if module is called[-1])
+    for name, module in modules.items():
+        once = len(outputs[module]) == 1 + len(CALLS)  # in each call; otherwise nothing can be said
+        if once and _difference(outputs[module][0], outputs[module][1:], padded) > _tolerated(model):
             return name
-    return names[-1]
-
-
-@contextmanager
-def _watching(
-    model: PreTrainedModel, names: list[str], look: Callable[[str, Tensor], None], inside: list[str]
-) -> Iterator[None]:
-    """Within the block ``look`` sees what attention modules give back; ``inside`` holds the one called last."""
-
-    def after(name: str) -> Callable[..., None]:
-        def seen(module: nn.Module, args: tuple, out: Any) -> None:
-            out = out[0] if isinstance(out, tuple) else out
-            if isinstance(out, Tensor) and out.ndim > 2:
-                look(name, out)
-
-        return seen
-
-    def before(name: str) -> Callable[..., None]:
-        def seen(module: nn.Module, args: tuple) -> None:
-            inside[0] = name
-
-        return seen
-
-    hooks = []
-    for name in names:
-        module = model.get_submodule(name)
-        hooks += [module.register_forward_pre_hook(before(name)), module.register_forward_hook(after(name))]
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
+    return [*modules][-1]

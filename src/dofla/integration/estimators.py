@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import ClassVar, Protocol
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -15,22 +15,6 @@ _ROWS = 64
 """Rows of attention per window."""
 _WINDOWS = 8
 """Windows at least, if there are so many: a few samples are spread over them rather than all from one."""
-
-
-class Estimator(Protocol):
-    """The interface of an estimator for one layer, with defaults for the number of samples and the normalization of its
-    Gram matrices."""
-
-    samples: ClassVar[int]
-    normalization: ClassVar[str]
-
-    def __init__(self, samples: int, windows: int, generator: torch.Generator) -> None: ...
-
-    def add(self, call: AttentionCall, part: Sequence[int]) -> None:
-        """Look at a call on the windows of these numbers."""
-
-    def spectra(self, scaling: float) -> list[Spectrum]:
-        """The spectra of the samples so far, one per KV head."""
 
 
 class AttentionRows:
@@ -142,4 +126,8 @@ class QueriesAndKeys:
         return [gram_spectrum(vectors, scaling) for vectors in self.reservoir.vectors[:, order]]
 
 
-ESTIMATORS: dict[str, type[Estimator]] = {"attention": AttentionRows, "paper": QueriesAndKeys}
+ESTIMATORS: dict[str, type[AttentionRows] | type[QueriesAndKeys]] = {
+    "attention": AttentionRows,
+    "paper": QueriesAndKeys,
+}
+"""Estimators for one layer, with defaults for the number of samples and the normalization of their Gram matrices."""

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import yaml
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, ModelCard, snapshot_download
@@ -79,32 +80,9 @@ def fetch(name: str, files: list[str]) -> Path:
         raise DoflaError(f"{name} is not a folder, and the hub does not give it: {reason}") from error
 
 
-def upload(
-    folder: Path,
-    name: str,
-    *,
-    optional: list[str],
-    private: bool | None,
-    token: str | bool | None,
-    message: str,
-    revision: str | None,
-    create_pr: bool,
-) -> str:
-    """Put a folder into a repository, made if need be, in one commit; a README.md that a person wrote there stays.
-
-    Args:
-        folder: of files, all of which go up.
-        name: of the repository.
-        optional: files that, if the folder has none of them, must not stay in the repository.
-        private, token, message, revision, create_pr: as for ``push_to_hub`` of transformers.
-
-    Returns:
-        The commit's address.
-    """
-    api = HfApi(token=token)
-    name = api.create_repo(name, private=private, exist_ok=True).repo_id
-    if revision is not None and not create_pr:
-        api.create_branch(name, branch=revision, exist_ok=True)
+def upload(api: HfApi, folder: Path, name: str, optional: list[str], *, revision: str | None, **options: Any) -> str:
+    """Put a folder into a repository, in one commit with these ``options`` of ``create_commit``; its address. Not a
+    README.md where a person wrote another. Files that are ``optional``, and not in the folder, do not stay."""
     files = {path.name: path for path in sorted(folder.iterdir())}
     if has_own_card(api, name):
         files.pop(README, None)
@@ -112,7 +90,7 @@ def upload(
     operations: list[CommitOperationAdd | CommitOperationDelete] = []
     operations += [CommitOperationAdd(file, path) for file, path in files.items()]
     operations += [CommitOperationDelete(file) for file in stale]
-    return api.create_commit(name, operations, commit_message=message, revision=revision, create_pr=create_pr)
+    return api.create_commit(name, operations, revision=revision, **options)
 
 
 def has_own_card(api: HfApi, name: str) -> bool:

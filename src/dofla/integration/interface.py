@@ -89,9 +89,11 @@ def dofla_attention(
         seen = dofla_entry.differentiable(key, value, weight)
     if seen is None or (states and layer.compressed is None):
         return _Detached.apply(out, *trained), None
-    # A compressed cache has no parameters: gradients pass straight through softmax attention.
+    # A compressed cache has no parameters: gradients are those of softmax attention of all tokens. A straight-through
+    # estimator (arXiv 1308.3432): what ``out`` does not see, the gradient sees.
     keys, values, mask = seen
-    return with_gradients_of_softmax(out, module, query, keys, values, mask, scaling, **kwargs), None
+    smooth, _ = softmax_attention(module, query, keys, values, mask, scaling=scaling, **kwargs)
+    return out + (smooth - smooth.detach()), None
 
 
 def _trained(layer: nn.Module, *vectors: Tensor) -> list[Tensor]:
@@ -157,23 +159,6 @@ def token_by_token() -> Iterator[None]:
         yield
     finally:
         _token_by_token.reset(token)
-
-
-def with_gradients_of_softmax(
-    out: Tensor,
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float | None,
-    **kwargs: Any,
-) -> Tensor:
-    """``out`` [B, L, H, dv], to the bit, with gradients with respect to queries, keys and values that are those of
-    softmax attention of all of them. A straight-through estimator (arXiv 1308.3432): what ``out`` does not see, the
-    gradient sees."""
-    smooth, _ = softmax_attention(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
-    return out + (smooth - smooth.detach())
 
 
 @torch.compiler.disable
@@ -299,7 +284,7 @@ def padding_mask(
             return attention_mask
         positions = batch_size, q_length, kv_length, q_offset, kv_offset
         return ALL_MASK_ATTENTION_FUNCTIONS[name](*positions, mask_function, attention_mask=attention_mask, **kwargs)
-    if mask_function in (causal_mask_function, bidirectional_mask_function) or _bounds_nothing(q_length, **kwargs):
+    if mask_function in (causal_mask_function, bidirectional_mask_function) or _bounds_nothing(q_length, kwargs):
         if attention_mask is None:
             return None
         length = kv_length if mask_function is bidirectional_mask_function else q_offset + q_length
@@ -323,23 +308,16 @@ def _reaching(mask: Tensor, length: int | Tensor, q_length: int, kv_length: int)
     return mask[:, -kv_length:]
 
 
-def _bounds_nothing(
-    q_length: int,
-    local_size: int | None = None,
-    config: Any = None,
-    use_vmap: bool = False,
-    allow_is_causal_skip: bool = False,
-    allow_is_bidirectional_skip: bool | None = None,
-    **kwargs: Any,
-) -> bool:
+def _bounds_nothing(q_length: int, options: Mapping[str, Any]) -> bool:
     """True if the pattern is a causal window or chunk as long as all positions, and nothing else. transformers allows
     no skip, and says so with ``use_vmap``, where something was added; for one token it allows none in any case."""
-    if local_size is None or config is None or allow_is_bidirectional_skip is not None:
+    local_size, config = options.get("local_size"), options.get("config")
+    if local_size is None or config is None or options.get("allow_is_bidirectional_skip") is not None:
         return False
     positions = stated_positions(config)
-    if positions is None or local_size < positions:
+    if positions is None or local_size < positions or options.get("use_vmap", False):
         return False
-    return not use_vmap and (allow_is_causal_skip or q_length == 1)
+    return options.get("allow_is_causal_skip", False) or q_length == 1
 
 
 def _has_readers(config: Any) -> bool:

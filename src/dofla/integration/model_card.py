@@ -20,20 +20,12 @@ README = "README.md"
 _TEMPLATE = Path(__file__).with_suffix(".md")
 _MARK = "<!-- dofla wrote this card and keeps it up to date, as long as nothing above is changed by hand. {} -->\n"
 _TASKS = (
-    ("AutoModelForCausalLM", "text-generation", modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES),
-    ("AutoModelForMaskedLM", "fill-mask", modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES),
-    (
-        "AutoModelForSequenceClassification",
-        "text-classification",
-        modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
-    ),
-    (
-        "AutoModelForImageClassification",
-        "image-classification",
-        modeling_auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES,
-    ),
-    ("AutoModel", "image-feature-extraction", modeling_auto.MODEL_FOR_IMAGE_MAPPING_NAMES),
-    ("AutoModel", "feature-extraction", modeling_auto.MODEL_MAPPING_NAMES),
+    ("AutoModelForCausalLM", "text-generation", "FOR_CAUSAL_LM_"),
+    ("AutoModelForMaskedLM", "fill-mask", "FOR_MASKED_LM_"),
+    ("AutoModelForSequenceClassification", "text-classification", "FOR_SEQUENCE_CLASSIFICATION_"),
+    ("AutoModelForImageClassification", "image-classification", "FOR_IMAGE_CLASSIFICATION_"),
+    ("AutoModel", "image-feature-extraction", "FOR_IMAGE_"),
+    ("AutoModel", "feature-extraction", ""),
 )
 _CONTEXT = 1024
 logger = logging.getLogger(__name__)
@@ -125,8 +117,8 @@ def model_card(plan: Plan, record: Record, *, adapter: bool, name: str, tags: Se
 
 def _task(model_class: str) -> tuple[str, str | None]:
     """The class that opens a model, an Auto class if one does, and the pipeline it is for."""
-    for auto_class, task, names in _TASKS:
-        if model_class in names.values():
+    for auto_class, task, kind in _TASKS:
+        if model_class in getattr(modeling_auto, f"MODEL_{kind}MAPPING_NAMES").values():
             return auto_class, task
     return model_class or "AutoModel", None
 

@@ -39,8 +39,7 @@ class Tally:
         """Look at one call: norms of all vectors, attention weights of a few rows."""
         batch, kv_heads, length, _ = call.key.shape
         groups = call.query.shape[1] // kv_heads
-        real = torch.ones(batch, length, dtype=torch.bool, device=call.key.device)
-        real = real if call.weight is None else call.weight.bool()
+        real = call.real_rows()
         self.tokens += int(real.sum())
         for name, vectors in (("query_norm", call.query), ("key_norm", call.key)):
             norms = vectors.float().norm(dim=-1).masked_fill(~real.unsqueeze(1), 0)

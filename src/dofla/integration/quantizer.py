@@ -69,9 +69,6 @@ class DoflaQuantizer(HfQuantizer):
 
     quantization_config: DoflaConfig
 
-    def __init__(self, quantization_config: DoflaConfig, **kwargs: Any) -> None:
-        super().__init__(quantization_config, **kwargs)
-
     def _process_model_before_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
         if files := kwargs.get("checkpoint_files"):
             check_checksums(files)

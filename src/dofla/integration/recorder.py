@@ -23,25 +23,15 @@ from dofla.layers import AttentionLayer
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """The inputs of one call of an attention module, after positions and norms were applied.
+    """The inputs of one call of an attention module, after positions and norms were applied."""
 
-    Attributes:
-        name: of the module.
-        query: [B, H, L, d].
-        key: [B, Hkv, L, d].
-        value: [B, Hkv, L, dv].
-        weight: [B, L] bool, False for padding; None if nothing is padded.
-        scaling: the kernel is ``exp(scaling · q·k)``.
-        causal: or bidirectional.
-    """
-
-    name: str
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    weight: Tensor | None
-    scaling: float
-    causal: bool
+    name: str  # of the module
+    query: Tensor  # [B, H, L, d]
+    key: Tensor  # [B, Hkv, L, d]
+    value: Tensor  # [B, Hkv, L, dv]
+    weight: Tensor | None  # [B, L] bool, False for padding; None if nothing is padded
+    scaling: float  # the kernel is exp(scaling · q·k)
+    causal: bool  # or bidirectional
 
     @classmethod
     def of(
@@ -84,11 +74,11 @@ class AttentionCall:
         """``count`` different query rows (all, if there are no more) in order, drawn from a CPU generator."""
         return torch.randperm(self.query.shape[-2], generator=generator)[:count].sort().values.to(self.query.device)
 
-    def real_rows(self, rows: Tensor) -> Tensor:
-        """Which of the rows are no padding [B, R]."""
-        if self.weight is None:
-            return torch.ones(len(self.query), len(rows), dtype=torch.bool, device=rows.device)
-        return self.weight[:, rows].bool()
+    def real_rows(self, rows: Tensor | slice = slice(None)) -> Tensor:
+        """Which of the rows (default all) are no padding [B, R]."""
+        shape = len(self.query), self.query.shape[-2]
+        weight = torch.ones(shape, device=self.query.device) if self.weight is None else self.weight
+        return weight[:, rows].bool()
 
     def hidden(self, rows: Tensor | None = None) -> Tensor:
         """Which keys the query rows do not see [B or 1, 1, R, L]."""

@@ -6,6 +6,7 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub import HfApi
 from transformers import PreTrainedModel
 
 from dofla.display import Result
@@ -119,13 +120,9 @@ def push_adapter(
     with tempfile.TemporaryDirectory() as temporary:
         folder = save_adapter(model, Path(temporary) / "adapter")
         write_card(folder, plan, Converted.of(model).record, adapter=True, name=name)
-        return upload(
-            folder,
-            name,
-            optional=[LORA, TRAINED],
-            private=private,
-            token=token,
-            message=commit_message,
-            revision=revision,
-            create_pr=create_pr,
-        )
+        api = HfApi(token=token)
+        name = api.create_repo(name, private=private, exist_ok=True).repo_id
+        if revision is not None and not create_pr:
+            api.create_branch(name, branch=revision, exist_ok=True)
+        asked: dict[str, Any] = {"commit_message": commit_message, "create_pr": create_pr}
+        return upload(api, folder, name, [LORA, TRAINED], revision=revision, **asked)

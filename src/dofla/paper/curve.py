@@ -91,9 +91,7 @@ def _vectors(bench: Bench, chosen: list[tuple[str, int]]) -> dict[str, tuple[Ten
     found: dict[str, tuple[Tensor, Tensor, float]] = {}
 
     def look(call: AttentionCall) -> None:
-        real = torch.ones(call.key.shape[0], call.key.shape[2], dtype=torch.bool)
-        real = real if call.weight is None else call.weight.bool().cpu()
-        places = real.nonzero()
+        places = call.real_rows().cpu().nonzero()
         for name, head in chosen:
             if name == call.name:
                 share = call.query.shape[1] // call.key.shape[1]
