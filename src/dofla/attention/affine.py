@@ -8,19 +8,12 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Affine:
-    """``scale · weight @ x + bias - curvature · |x|²`` per KV head; kernels need not store the result.
+    """``scale · weight @ x + bias - curvature · |x|²`` per KV head; kernels need not store the result."""
 
-    Attributes:
-        weight: [Hkv, M, d].
-        bias: [Hkv, M].
-        scale: a number, kept apart from the weight so that nobody has to multiply all of it for one token.
-        curvature: a number, 0 for maps without such a term.
-    """
-
-    weight: Tensor
-    bias: Tensor
-    scale: float = 1.0
-    curvature: float = 0.0
+    weight: Tensor  # [Hkv, M, d]
+    bias: Tensor  # [Hkv, M]
+    scale: float = 1.0  # apart from the weight, so that nobody has to multiply all of it for one token
+    curvature: float = 0.0  # 0 for maps without such a term
 
     def __call__(self, x: Tensor) -> Tensor:
         """Log-features [B, H, L, M] of vectors ``x`` [B, H, L, d], H a multiple of Hkv."""

@@ -18,19 +18,12 @@ ELEMENTS = 2**23
 
 @dataclass(frozen=True)
 class Line:
-    """The tokens that the queries of a call attend to: cached ones, then the new ones.
+    """The tokens that the queries of a call attend to: cached ones, then the new ones."""
 
-    Attributes:
-        key: [B, Hkv, P, d].
-        value: [B, Hkv, P, dv].
-        real: [B, Hkv, P], False for free slots and padding.
-        padded: True if any new token may be padding.
-    """
-
-    key: Tensor
-    value: Tensor
-    real: Tensor
-    padded: bool
+    key: Tensor  # [B, Hkv, P, d]
+    value: Tensor  # [B, Hkv, P, dv]
+    real: Tensor  # [B, Hkv, P], False for free slots and padding
+    padded: bool  # True if any new token may be padding
 
     def __len__(self) -> int:
         return self.key.shape[2]
@@ -38,16 +31,11 @@ class Line:
 
 @dataclass(frozen=True)
 class Drawn:
-    """Squared attention weights that tokens drew [B, Hkv, P], float32.
+    """Squared attention weights that tokens drew [B, Hkv, P], float32: in all, and lately, as decode counts. Those are
+    weights among the tokens outside the local window and the sinks, of queries that count a 64th less than the next."""
 
-    Attributes:
-        total: summed over the call's queries but the :data:`NEIGHBORS` after the token.
-        lately: as decode counts: weights among the tokens outside the local window and the sinks, of the last queries,
-            each of which counts a 64th less than the next.
-    """
-
-    total: Tensor
-    lately: Tensor
+    total: Tensor  # summed over the call's queries but the NEIGHBORS after the token
+    lately: Tensor  # ... over the last queries
 
 
 def exact_causal(query: Tensor, line: Line, window: int, sinks: int, scaling: float) -> tuple[Tensor, Drawn]:

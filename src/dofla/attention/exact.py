@@ -17,23 +17,14 @@ _BLOCK = 64
 
 @dataclass(frozen=True)
 class ExactPart:
-    """Queries of a causal hybrid layer, and the tokens that they attend to exactly: local window and attention sinks.
+    """Queries of a causal hybrid layer, and the tokens that they attend to exactly: window and attention sinks."""
 
-    Attributes:
-        query: [B, H, L, d].
-        near: L + window - 1 tokens; query i sees ``near[i : i + window]``.
-        window: number of last keys that a query sees, its own included.
-        sinks: s tokens.
-        visible_from: [B, s], the first query that sees a sink.
-        scaling: scores are ``scaling · q·k``.
-    """
-
-    query: Tensor
-    near: TokenBuffer
-    window: int
-    sinks: TokenBuffer
-    visible_from: Tensor
-    scaling: float
+    query: Tensor  # [B, H, L, d]
+    near: TokenBuffer  # L + window - 1 tokens; query i sees near[i : i + window]
+    window: int  # number of last keys that a query sees, its own included
+    sinks: TokenBuffer  # s tokens
+    visible_from: Tensor  # [B, s], the first query that sees a sink
+    scaling: float  # scores are scaling · q·k
 
     def widened(self) -> ExactPart:
         """The same in a precision fit for the arithmetic."""
@@ -58,18 +49,11 @@ def exact_attention(
     sink_hidden: Tensor | None,
     scaling: float,
 ) -> tuple[Tensor, Tensor]:
-    """Softmax attention of each query to a band of keys around it and to the sinks, under one normalizer.
+    """Softmax attention of each query [B, H, L, d] to a band of keys around it and to the sinks, under one normalizer.
 
-    Args:
-        query: [B, H, L, d].
-        near: L + before + after tokens; query i sees ``near[i : i + before + after + 1]``.
-        before, after: how many tokens on each side of its own a query sees.
-        sinks: s tokens, or None.
-        sink_hidden: [B, L, s], True where a query does not see a sink.
-        scaling: scores are ``scaling · q·k``.
-
-    Returns:
-        Output [B, H, L, dv] and log-normalizer [B, H, L]; zero and LOG_ZERO for a row that sees nothing.
+    Of the L + before + after tokens that are ``near``, query i sees ``near[i : i + before + after + 1]``; and of the
+    sinks those that are not hidden from it [B, L, s]. Returns output [B, H, L, dv] and log-normalizer [B, H, L]; zero
+    and LOG_ZERO for a row that sees nothing.
     """
     batch, heads, length, head_dim = query.shape
     kv_heads = near.key.shape[1]
@@ -113,12 +97,8 @@ def merge(first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor]) -> tuple[
 
 
 def take_sinks(held: TokenBuffer, leaving: TokenBuffer) -> tuple[TokenBuffer, TokenBuffer, Tensor]:
-    """Move the first real tokens that leave the window into the free sink slots.
-
-    Returns:
-        The tokens with those masked; the sinks after this call; and the first query that sees each of them as a sink
-        [B, s]. Earlier queries see it in the window.
-    """
+    """Move the first real tokens that leave the window into the free sink slots. Returns the tokens with those masked,
+    the sinks after, and the first query that sees each of them as a sink [B, s]; earlier ones see it in the window."""
     if not len(held) or known_full(held.log_weight):
         return leaving, held, torch.zeros_like(held.log_weight, dtype=torch.int64)
     rank = sink_slots(leaving, held)

@@ -40,30 +40,20 @@ class HeadSizes(NamedTuple):
 
 
 class Group(NamedTuple):
-    """KV heads of one size, in numbers as kernels read them.
+    """KV heads of one size, in numbers as kernels read them."""
 
-    Attributes:
-        kv_heads: how many.
-        window, sinks, newest: tokens, as in :class:`HeadSizes`.
-        slots: of the tier.
-        key_dim, value_dim: numbers of a key and of a value.
-        key_bytes, value_bytes: bytes of their codes.
-        key_blocks, value_blocks: bytes of their scales.
-        starts: where the :data:`PARTS` begin in a row.
-    """
-
-    kv_heads: int
-    window: int
+    kv_heads: int  # how many
+    window: int  # tokens, as in HeadSizes
     sinks: int
     newest: int
-    slots: int
-    key_dim: int
-    key_bytes: int
-    key_blocks: int
+    slots: int  # of the tier
+    key_dim: int  # numbers of a key
+    key_bytes: int  # of its codes
+    key_blocks: int  # bytes of its scales
     value_dim: int
     value_bytes: int
     value_blocks: int
-    starts: tuple[int, ...] = ()
+    starts: tuple[int, ...] = ()  # where the PARTS begin in a row
 
 
 class Part(NamedTuple):

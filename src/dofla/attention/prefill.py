@@ -44,17 +44,10 @@ weights are larger among the tokens of the tier alone (benchmarks/quality/prefil
 def exact_prefill(
     call: Call, tiers: Sequence[Tier], held: Sequence[Contents], fresh: bool, backend: Backend
 ) -> tuple[Tensor, list[Contents]]:
-    """Exact causal attention of a call, and the compressed caches after it.
+    """Exact causal attention of a call of KV heads whose caches have one window and one number of sinks.
 
-    Args:
-        call: the new tokens of KV heads whose caches have one window and one number of sinks.
-        tiers: of each group of heads, in their order.
-        held: likewise, what the caches hold.
-        fresh: whether they hold nothing yet.
-        backend: that takes the call.
-
-    Returns:
-        Output [B, H, L, dv] in the dtype of the values, and what the caches hold after.
+    The tiers and what the caches hold are those of each group of heads, in their order; ``fresh`` caches hold nothing
+    yet. Returns output [B, H, L, dv] in the dtype of the values, and what the caches hold after.
     """
     (query, key, value), outs = call.vectors, []
     window, sinks = len(held[0].window), len(held[0].sinks)
@@ -75,22 +68,14 @@ def exact_prefill(
 @dataclass(frozen=True)
 class _Held:
     """Contents of the caches of a layer, all KV heads together. Tiers that are smaller than others have free slots in
-    front, so that the heads' tokens stand side by side.
+    front, so that the heads' tokens stand side by side."""
 
-    Attributes:
-        contents: of each group.
-        sinks: attention sinks.
-        window: the local window.
-        key, value: [B, Hkv, S, d] and [B, Hkv, S, dv], of the tiers' tokens, decoded.
-        score: [B, Hkv, S], of the tiers' tokens, :data:`FREE` for free slots.
-    """
-
-    contents: Sequence[Contents]
+    contents: Sequence[Contents]  # of each group
     sinks: PackedTokens
     window: PackedTokens
-    key: Tensor
-    value: Tensor
-    score: Tensor
+    key: Tensor  # [B, Hkv, S, d], of the tiers' tokens, decoded
+    value: Tensor  # [B, Hkv, S, dv], likewise
+    score: Tensor  # [B, Hkv, S], of the tiers' tokens, FREE for free slots
 
     @classmethod
     def of(cls, tiers: Sequence[Tier], contents: Sequence[Contents], backend: Backend) -> _Held:

@@ -24,17 +24,12 @@ _EXACT = 1e-9
 
 @dataclass(frozen=True)
 class HeadBudgets:
-    """The division of the bytes of a compressed cache among KV heads.
+    """The division of the bytes of a compressed cache among KV heads, by name of the layer. Full heads hold every token
+    whatever their share: retrieval heads."""
 
-    Attributes:
-        shares: by name of the layer and for each KV head, bytes relative to an even split.
-        full_heads: by name, the KV heads that hold every token whatever their share: retrieval heads.
-        held_out: KL to the original on held-out windows, with ``measured`` budgets and with ``even`` ones.
-    """
-
-    shares: Mapping[str, Sequence[float]]
+    shares: Mapping[str, Sequence[float]]  # of each KV head, bytes relative to an even split
     full_heads: Mapping[str, Sequence[int]] = field(default_factory=dict)
-    held_out: Mapping[str, float] | None = None
+    held_out: Mapping[str, float] | None = None  # KL on held-out windows, of "measured" budgets and of "even" ones
 
     @property
     def least(self) -> float:
@@ -57,15 +52,8 @@ class HeadBudgets:
     def at_most(self, most: Mapping[str, float], sizes: Mapping[str, float]) -> HeadBudgets:
         """Head budgets of which none is above ``most`` of its layer, and those of full heads are at it. What that
         leaves goes to all others, in proportion to what they have. Where all have that much, the rest goes to them in
-        proportion to it.
-
-        Args:
-            most: by name of the layer.
-            sizes: by name, bytes of one of its KV heads in an even split.
-
-        Raises:
-            DoflaError: full heads would take more than :data:`MAX_FULL_FRACTION` of the bytes.
-        """
+        proportion to it. ``sizes`` are bytes of a KV head of each layer in an even split. DoflaError if full heads
+        would take more than :data:`MAX_FULL_FRACTION` of the bytes."""
         found = {name: list(own) for name, own in self.shares.items()}
         heads = [(share / most[name], name, n) for name in sizes for n, share in enumerate(found.get(name, ()))]
         full_heads = {(name, n) for name in sizes for n in self.full_heads.get(name, ())}
@@ -91,12 +79,8 @@ def divide(sizes: Mapping[str, float], costs: Mapping[str, Sequence[float]]) -> 
 
     They go from :data:`LEAST` to :data:`MOST` in steps of a :data:`RUNG`. The cost of eviction in a head is taken to be
     inversely proportional to its bytes n, so that the next byte is worth cost / n²: sizes go by the square root of the
-    measured cost, as nearly as the steps allow.
-
-    Args:
-        sizes: by name of the layer, bytes of one of its KV heads in an even split.
-        costs: by name, of each KV head (:mod:`dofla.compression.eviction_cost`).
-    """
+    measured cost (:mod:`dofla.compression.eviction_cost`), as nearly as the steps allow. ``sizes`` are bytes of a KV
+    head of each layer in an even split."""
     choices = {
         (name, head): lower_hull([_Choice(share, share * sizes[name], cost / share) for share in _STEPS])
         for name, own in costs.items()

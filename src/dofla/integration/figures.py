@@ -13,32 +13,20 @@ from dofla.storage.fields import build
 
 @dataclass
 class Figure:
-    """One figure.
+    """One figure, of the model and, where it has one, of its original."""
 
-    Attributes:
-        metric: a short name without spaces.
-        label: what a person reads, with the unit.
-        model, original: values; None where an original has none.
-        source: of the text or task, and how much of it.
-        command: that measures it again.
-        interval: both ends of one of 95 %, if it was measured.
-    """
-
-    metric: str
-    label: str
+    metric: str  # a short name without spaces
+    label: str  # what a person reads, with the unit
     model: float
     original: float | None
-    source: str
-    command: str
-    interval: list[float] | None = None
+    source: str  # of the text or task, and how much of it
+    command: str  # that measures it again
+    interval: list[float] | None = None  # both ends of one of 95 %, if it was measured
 
 
 def figures_of(record: Mapping[str, Any], command: str) -> list[Figure]:
-    """The figures in a record of :func:`dofla.evaluate`, or of tasks.
-
-    Raises:
-        DoflaError: there are none in it, or a part of one is missing or of the wrong kind.
-    """
+    """The figures in a record of :func:`dofla.evaluate`, or of tasks. DoflaError if there are none in it, or a part of
+    one is missing or of the wrong kind."""
     names = [field.name for field in fields(Figure) if field.name != "command"]
     try:
         rows = [dict(zip(names, row, strict=False)) for row in _rows(record)]

@@ -24,56 +24,33 @@ RECORD = "record.json"
 
 @dataclass
 class Training:
-    """One training of the model.
+    """One training of the model."""
 
-    Attributes:
-        how, text: what was trained, and on what, in a few words.
-        steps: of the optimizer.
-        command: that does it again, in Python or on the command line.
-        positions: of the text that it has seen; None for images.
-        weights: whether more than the feature maps was trained.
-    """
-
-    how: str
-    text: str
-    steps: int
-    command: str
-    positions: int | None = None
-    weights: bool = False
+    how: str  # what was trained, in a few words
+    text: str  # on what
+    steps: int  # of the optimizer
+    command: str  # that does it again, in Python or on the command line
+    positions: int | None = None  # of the text that it has seen; None for images
+    weights: bool = False  # whether more than the feature maps was trained
 
 
 @dataclass
 class Record:
-    """All of it.
+    """All of it; trainings and figures in the order in which they came about, figures since the last training."""
 
-    Attributes:
-        base_model: name on the hub of the model that was converted; empty if it has none.
-        license: ``license`` of the base model's card, with ``license_name`` and ``license_link`` if it has them.
-        model_class, dtype: of the model.
-        datasets: names on the hub of what the model was trained on.
-        training, figures: in the order in which they came about; figures since the last training.
-    """
-
-    base_model: str = ""
-    license: dict[str, str] = field(default_factory=dict)
+    base_model: str = ""  # name on the hub of the model that was converted; empty if it has none
+    license: dict[str, str] = field(default_factory=dict)  # of its card, with license_name and license_link if there
     model_class: str = ""
     dtype: str = ""
-    datasets: list[str] = field(default_factory=list)
+    datasets: list[str] = field(default_factory=list)  # names on the hub of what the model was trained on
     training: list[Training] = field(default_factory=list)
     figures: list[Figure] = field(default_factory=list)
 
     def add_distillation(
         self, how: str, windows: TokenWindows | Images, call: str, options: Mapping[str, Any], *, weights: bool = False
     ) -> None:
-        """Take a distillation.
-
-        Args:
-            how: what was trained, in a few words.
-            windows: that it read.
-            call: the function in Python, up to its options: the command, if the process carries out none of dofla's.
-            options: of the function, among them ``steps`` and ``context``.
-            weights: whether more than the feature maps was trained.
-        """
+        """Take a distillation of these windows: ``how`` and ``weights`` as in :class:`Training`; ``call``, the function
+        in Python up to its ``options``, is the command if the process carries out none of dofla's."""
         length = getattr(windows, "length", None)
         context = options["context"] or length  # said out loud: left out, it can mean another
         given = {**options, "context": context}
@@ -88,11 +65,8 @@ class Record:
             self.datasets.append(dataset)
 
     def add_figures(self, figures: Mapping[str, Any], command: str | None = None) -> None:
-        """Take the figures of an evaluation; those of the same metric on the same text are replaced.
-
-        Raises:
-            DoflaError: there are none in it.
-        """
+        """Take the figures of an evaluation; those of the same metric on the same text are replaced. DoflaError if
+        there are none in it."""
         new = figures_of(figures, command or command_line() or "dofla.evaluate(model, tokens)")
         for figure in new:
             figure.source = without_folders(figure.source)

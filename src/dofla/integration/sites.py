@@ -20,32 +20,20 @@ _AGAIN = "it is called more than once in a pass, with one entry of the cache"
 
 @dataclass(frozen=True)
 class AttentionSite:
-    """An attention module as one forward pass shows it.
+    """An attention module as one forward pass shows it."""
 
-    Attributes:
-        name: in the model.
-        heads, kv_heads, head_dim, value_dim: shapes.
-        scaling: of the scores, queries and keys as projected.
-        causal: or bidirectional.
-        linear_time: attends to a bounded number of tokens already (sliding window, chunks); left as it is.
-        shares_keys: its keys and values are those of another layer, or another's are its own; left as it is.
-        refusal: why linear attention cannot express it, or None.
-        window: how many tokens it attends to at most, where that is known.
-        borrows_keys: its keys and values are those of an earlier layer; it keeps none in the cache.
-    """
-
-    name: str
+    name: str  # in the model
     heads: int
     kv_heads: int
     head_dim: int
     value_dim: int
-    scaling: float
-    causal: bool
-    linear_time: bool = False
-    refusal: str | None = None
-    shares_keys: bool = False
-    window: int | None = None
-    borrows_keys: bool = False
+    scaling: float  # of the scores, queries and keys as projected
+    causal: bool  # or bidirectional
+    linear_time: bool = False  # attends to a bounded number of tokens already (sliding window, chunks); left as it is
+    refusal: str | None = None  # why linear attention cannot express it
+    shares_keys: bool = False  # keys and values are those of another layer, or another's are its own; left as it is
+    window: int | None = None  # how many tokens it attends to at most, where that is known
+    borrows_keys: bool = False  # keys and values are those of an earlier layer; it keeps none in the cache
 
 
 def check_kept(sites: Mapping[str, AttentionSite], keep_softmax: Iterable[str]) -> None:

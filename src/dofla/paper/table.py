@@ -52,27 +52,18 @@ Rows = Sequence[Sequence[Cell]]
 
 @dataclass
 class Table:
-    """One table of the paper, as measured here, beside what was published.
-
-    Attributes:
-        rows: cells under ``columns``, None where there is nothing to say.
-        paper: rows of the published table under ``paper_columns``.
-        notes: what a reader must know to read it.
-        seconds: what all its figures took, whether measured now or found in the folder.
-        data: anything more for the JSON.
-        key: as in ``--table``.
-    """
+    """One table of the paper, as measured here, beside what was published."""
 
     title: str
     columns: list[str]
-    rows: Rows
+    rows: Rows  # cells under the columns, None where there is nothing to say
     paper_columns: list[str] = field(default_factory=list)
-    paper: Rows = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-    seconds: float = 0.0
+    paper: Rows = field(default_factory=list)  # of the published table
+    notes: list[str] = field(default_factory=list)  # what a reader must know to read it
+    seconds: float = 0.0  # what all its figures took, whether measured now or found in the folder
     command: str = ""
-    data: dict[str, Any] = field(default_factory=dict)
-    key: str = ""
+    data: dict[str, Any] = field(default_factory=dict)  # anything more for the JSON
+    key: str = ""  # as in --table
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, rows as objects by column."""

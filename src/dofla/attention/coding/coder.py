@@ -30,17 +30,11 @@ Codes = tuple[Tensor, Tensor]
 
 @dataclass
 class Moments:
-    """Sums over the tokens of a calibration, per KV head; add as many batches as there are.
+    """Sums over the tokens of a calibration, per KV head; add as many batches as there are."""
 
-    Attributes:
-        count: tokens.
-        total: Σ x [Hkv, d].
-        square: Σ x xᵀ [Hkv, d, d].
-    """
-
-    count: int
-    total: Tensor
-    square: Tensor
+    count: int  # tokens
+    total: Tensor  # Σ x [Hkv, d]
+    square: Tensor  # Σ x xᵀ [Hkv, d, d]
 
     @classmethod
     def of(cls, x: Tensor) -> Moments:

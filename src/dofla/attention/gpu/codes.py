@@ -16,25 +16,15 @@ if TYPE_CHECKING:
 
 class Coding(NamedTuple):
     """A coder, as far as it is known when a kernel is compiled: one argument, a ``tl.constexpr``. Kernels name
-    the fields that they use first, because Triton up to 3.7 takes no field where it expects a constant.
+    the fields that they use first, because Triton up to 3.7 takes no field where it expects a constant."""
 
-    Attributes:
-        dim: numbers of a vector.
-        padded: the power of two that holds them, 16 at least.
-        block: numbers of a block, 8 or 16.
-        blocks: of a vector.
-        padded_blocks: the power of two that holds them.
-        size: bytes of a vector's codes.
-        rotation, fineness, back, mean, middle, bits: where these parts of the constants begin.
-    """
-
-    dim: int
-    padded: int
-    block: int
-    blocks: int
-    padded_blocks: int
-    size: int
-    rotation: int
+    dim: int  # numbers of a vector
+    padded: int  # the power of two that holds them, 16 at least
+    block: int  # numbers of a block, 8 or 16
+    blocks: int  # of a vector
+    padded_blocks: int  # the power of two that holds them
+    size: int  # bytes of a vector's codes
+    rotation: int  # where this part of the constants begins; and so on
     fineness: int
     back: int
     mean: int

@@ -37,44 +37,26 @@ MOVED = 8192
 
 
 class Shape(NamedTuple):
-    """Sizes that the kernels of a token know when they are compiled, beside the codings of keys and values.
+    """Sizes that the kernels of a token know when they are compiled, beside the codings of keys and values."""
 
-    Attributes:
-        groups: query heads of a KV head.
-        window, sinks: tokens.
-        places: slots of the largest tier.
-        lanes: the power of two that holds them and one more.
-        newest: tokens of a tier that cannot go.
-        rows, tile: queries and tokens of a program at once.
-        moved, moved_up: tokens of the window and of a tier that it moves at once.
-        scratch: bytes of a head between the two kernels, and then where its parts begin.
-        arrived: how many programs are done, int32.
-        weights: of window and sinks, as they were.
-        entering: codes and scales of the token that enters.
-        queries: rotated [groups, d + 1], as integers [groups, d], and their units [groups, blocks].
-        steps: of the logarithms of weights [groups, places + 1].
-        sums: of each part's softmax: the largest scores [parts, groups], masses, and values [parts, groups, dv].
-        paths: of the search for codes.
-    """
-
-    groups: int
-    window: int
-    sinks: int
-    places: int
-    lanes: int
-    newest: int
-    rows: int
-    tile: int
-    moved: int
-    moved_up: int
-    scratch: int
-    arrived: int
-    weights: int
-    entering: int
-    queries: int
-    steps: int
-    sums: int
-    paths: int
+    groups: int  # query heads of a KV head
+    window: int  # tokens
+    sinks: int  # tokens
+    places: int  # slots of the largest tier
+    lanes: int  # the power of two that holds them and one more
+    newest: int  # tokens of a tier that cannot go
+    rows: int  # queries of a program at once
+    tile: int  # tokens of a program at once
+    moved: int  # tokens of the window that it moves at once
+    moved_up: int  # ... of a tier
+    scratch: int  # bytes of a head between the two kernels, and then where its parts begin
+    arrived: int  # how many programs are done, int32
+    weights: int  # of window and sinks, as they were
+    entering: int  # codes and scales of the token that enters
+    queries: int  # rotated [groups, d + 1], as integers [groups, d], and their units [groups, blocks]
+    steps: int  # of the logarithms of weights [groups, places + 1]
+    sums: int  # of each part's softmax: the largest scores [parts, groups], masses, and values [parts, groups, dv]
+    paths: int  # of the search for codes
 
 
 def alike(group: Group) -> tuple[int, ...]:
