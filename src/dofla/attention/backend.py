@@ -61,34 +61,17 @@ class Backend(CodeOperations):
     def read_compressed(
         self, heads: Compressed, call: Call, state: CompressedState
     ) -> tuple[Tensor, CompressedState] | None:
-        """Attention of new tokens to themselves and to compressed caches, all groups of heads at once.
-
-        Args:
-            heads: of the layer.
-            call: causal, not exact.
-            state: before the call.
-
-        Returns:
-            Output [B, H, L, dv] and the state after; None if there are no kernels for such a call: then the groups are
-            done one by one, in plain torch.
-        """
+        """Attention of the new tokens of a causal call, which is not exact, to themselves and to compressed caches, all
+        groups of heads at once: output [B, H, L, dv] and the state after. None if there are no kernels for such a call:
+        then the groups are done one by one, in plain torch."""
         return None
 
     def read_pages(
         self, heads: Compressed, call: Call, pool: Tensor, pages: Tensor, starts: list[int]
     ) -> Tensor | None:
-        """:meth:`read_compressed` of n sequences of different lengths, whose states are updated in pages of a pool.
-
-        Args:
-            heads: of the layer.
-            call: of all sequences, one after the other: [1, H, L, d].
-            pool: [P, bytes], uint8.
-            pages: of each sequence [n], int64.
-            starts: where each sequence begins among the tokens, and their number, [n + 1].
-
-        Returns:
-            Output [1, H, L, dv]; None if there are no kernels for such a call.
-        """
+        """:meth:`read_compressed` of n sequences of different lengths, one after the other: [1, H, L, d]. Their states
+        are updated in ``pages`` [n], int64, of a pool [P, bytes], uint8. ``starts`` [n + 1] are where each sequence
+        begins among the tokens, and their number. Returns the output [1, H, L, dv], or None."""
         return None
 
     def through_features(
@@ -101,11 +84,7 @@ class Backend(CodeOperations):
         exact: ExactPart | None,
     ) -> tuple[Tensor, FeatureState]:
         """Causal attention of queries [B, H, L, d] to as many new tokens and to the past, through features, and to an
-        exact part under the same normalizer.
-
-        Returns:
-            Output [B, H, L, dv] and the state after.
-        """
+        exact part under the same normalizer: output [B, H, L, dv] and the state after."""
         a, b = features.log_query(accumulable(query), scaling), features.log_key(accumulable(tokens.key), scaling)
         return self.linear_attention(a, b, tokens, state, exact)
 

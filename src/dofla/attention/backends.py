@@ -16,10 +16,5 @@ BACKENDS: tuple[Backend, ...] = (Triton(), Compiled(), Backend())
 
 
 def backend_for(vectors: Sequence[Tensor], others: Sequence[Tensor] = ()) -> Backend:
-    """The backend of a call.
-
-    Args:
-        vectors: queries, keys and values.
-        others: other inputs, such as weights of tokens.
-    """
+    """The backend of a call with these queries, keys and values, and other inputs such as weights of tokens."""
     return next(backend for backend in BACKENDS if backend.takes(vectors, others))

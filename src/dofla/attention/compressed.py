@@ -63,11 +63,7 @@ class CompressedHeads(HeadGroup[CompressedState]):
 
     @torch.no_grad()
     def step(self, call: Call, state: CompressedState | None) -> tuple[Tensor, CompressedState]:
-        """See :class:`HeadGroup`; gradients do not pass.
-
-        Raises:
-            DoflaError: a call that is not causal.
-        """
+        """See :class:`HeadGroup`; gradients do not pass. DoflaError for a call that is not causal."""
         if not call.causal:
             raise DoflaError("a compressed cache got a call that is not causal: keep the layer softmax (keep_softmax)")
         backend = backend_for(call.vectors, () if call.log_weight is None else (call.log_weight,))

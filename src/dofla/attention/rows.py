@@ -11,14 +11,8 @@ from dofla.attention.constants import ALIGNMENT
 
 
 class Rows:
-    """Where the parts of a row stand; each begins at a multiple of :data:`ALIGNMENT` bytes.
-
-    Args:
-        parts: shape and type of each, without the dimensions of the rows.
-
-    Attributes:
-        bytes: of a row.
-    """
+    """Where the parts of a row of so many ``bytes`` stand, from their shapes and types without the dimensions of the
+    rows; each begins at a multiple of :data:`ALIGNMENT` bytes."""
 
     def __init__(self, parts: Sequence[tuple[Sequence[int], torch.dtype]]) -> None:
         self.parts = [(tuple(shape), dtype) for shape, dtype in parts]

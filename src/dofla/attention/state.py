@@ -106,11 +106,8 @@ class FeatureState(Tensors):
         return FeatureState(mean, top + mass.log())
 
     def read(self, a: Tensor) -> tuple[Tensor, Tensor]:
-        """Attend to the state with queries of log-features ``a`` [B, H, L, M].
-
-        Returns:
-            Output [B, H, L, dv] and log-normalizer [B, H, L].
-        """
+        """Attend to the state with queries of log-features ``a`` [B, H, L, M]: output [B, H, L, dv] and log-normalizer
+        [B, H, L]."""
         batch, heads, length, features = a.shape
         kv_heads, value_dim = self.mean.shape[1], self.mean.shape[-1]
         grouped = a.reshape(batch, kv_heads, -1, features)

@@ -141,15 +141,8 @@ def measure(
 
 
 class _Costs:
-    """The measuring of eviction costs.
-
-    Args:
-        model, target: to be measured.
-        calibration: its directions.
-        windows: of text.
-        batch_size: as for :func:`calibrate`.
-        report: called with (stage, done, total).
-    """
+    """The measuring of eviction costs, by the directions of a calibration; ``report`` is called with (stage, done,
+    total)."""
 
     def __init__(
         self,

@@ -60,18 +60,9 @@ def measure_directions(
     """Measure the directions of layers, under softmax attention; the model may be converted or not.
 
     An error in a key counts by what queries make of it, one in a value by what the output projection does: the first
-    linear layer of its module that runs after attention. Where that is none, all errors in values count alike.
-
-    Args:
-        model: a causal one.
-        windows: a few that it can read, of any text: a dozen of 512 tokens are enough.
-        layers: names.
-        batch_size: windows per forward pass.
-        context: positions to spread the windows over; None leaves them where they are.
-        progress: called with (done, total) after each batch.
-
-    Raises:
-        DoflaError: NaN in the activations, with layer and batch.
+    linear layer of its module that runs after attention. Where that is none, all errors in values count alike. A dozen
+    windows of 512 tokens are enough; they are spread over ``context`` positions, or left where they are. DoflaError for
+    NaN in the activations, with layer and batch.
     """
     found: dict[str, tuple[Moments, Moments, Moments]] = {}
     answered: list[str] = []

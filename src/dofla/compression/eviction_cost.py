@@ -28,14 +28,8 @@ def eviction_costs(
     last: int | None = None,
 ) -> dict[str, Tensor]:
     """The cost of eviction in each KV head [Hkv], float64, by layer: the mean loss minus the loss, to first order, if
-    that head alone answered as softmax attention does.
-
-    Args:
-        compressed: the handle of a compressed language model.
-        batches: that it reads.
-        report: called after each of them.
-        last: tokens at the end of each window that count; default all.
-    """
+    that head alone answered as softmax attention does. Of each window the ``last`` tokens count, default all;
+    ``report`` is called after each batch."""
     layers, model = compressed.layers, compressed.model
     costs = {name: torch.zeros(layer.kv_heads, dtype=torch.float64) for name, layer in layers.items()}
     with _frozen(model), evaluation_mode(model), torch.enable_grad():

@@ -34,17 +34,10 @@ def compressed_plan(
     head_budgets: HeadBudgets | None = None,
     prefill: str = "auto",
 ) -> Plan:
-    """The plan of :func:`dofla.compress`.
+    """The plan of :func:`dofla.compress` for a cache of ``size`` bytes; DoflaError as there.
 
-    Args:
-        target: the model, what it is for and which of its layers are left.
-        size: bytes of the compressed cache.
-        head_budgets: default an even split, in proportion to the size of a token. Bytes that a head cannot fill go to
-            the others, and then to int8.
-        prefill: of the plan.
-
-    Raises:
-        DoflaError: as :func:`dofla.compress`.
+    Head budgets are by default an even split, in proportion to the size of a token. Bytes that a head cannot fill go to
+    the others, and then to int8.
     """
     sites, positions = target.compressed, target.length
     even = even_bytes(sites, size)
@@ -80,11 +73,7 @@ def compressed_plan(
 
 def head_sizes(total: int, head_dim: int, value_dim: int, most: int | None = None) -> HeadSizes:
     """Tokens of a KV head that take at most ``total`` bytes. No text has more than ``most`` tokens: bytes beyond those
-    of so many go to int8.
-
-    Raises:
-        TooSmall: no room for a token of each kind.
-    """
+    of so many go to int8. TooSmall if there is no room for a token of each kind."""
     token, coded = HeadCost.of(head_dim, value_dim, 0, "int8").token, tier_bytes(head_dim, value_dim, BITS)
     window, newest = round(WINDOW_SHARE * total / token), round(NEWEST_SHARE * total / coded)
     heavy_hitters = (total - (window + SINKS) * token) // coded - newest

@@ -37,13 +37,8 @@ def rank_heads(
     """All KV heads, those first on which most hangs.
 
     What eviction costs in a head where needles are asked for, as it would be at an even split (cost times share), is
-    set beside what it costs on text: of either, its part of what all cost.
-
-    Args:
-        compressed: the handle of the model with these ``shares`` of the bytes.
-        shares, text_costs: by name of the layer, of each KV head.
-        needles: documents that ask for them at their end.
-        report: called after each document.
+    set beside what it costs on text: of either, its part of what all cost. Costs, and the ``shares`` of the bytes that
+    the model is compressed with, are by layer and KV head; ``report`` is called after each document.
     """
     found = eviction_costs(compressed, list(placed_over(needles.documents, 1, None)), report, needles.asked)
     heads = [(name, head) for name, own in shares.items() for head in range(len(own))]

@@ -14,11 +14,8 @@ _MOST = 2**50
 
 
 def parse_size(size: int | str) -> int:
-    """Bytes of ``"1.5MiB"``, ``"800 KiB"``, ``"2 MB"`` or an int.
-
-    Raises:
-        DoflaError: another form, an unknown unit, nothing, or more than a PiB.
-    """
+    """Bytes of ``"1.5MiB"``, ``"800 KiB"``, ``"2 MB"`` or an int. DoflaError for another form, an unknown unit,
+    nothing, or more than a PiB."""
     count = size if isinstance(size, int) and not isinstance(size, bool) else None
     if isinstance(size, str) and (found := re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*([a-zA-Z]*)\s*", size)):
         unit = _UNITS.get(found[2].lower())
@@ -33,14 +30,8 @@ def parse_size(size: int | str) -> int:
 def size_or_ratio(size: int | str | None, ratio: float | None, cache: int | None, where: str) -> int:
     """Bytes of the compressed cache: ``size``, or ``cache / ratio``; a ratio of :data:`RATIO` if neither is given.
 
-    Args:
-        size: as for :func:`parse_size`.
-        ratio: softmax bytes per compressed byte.
-        cache: bytes of the softmax cache, None where the model states no number of positions.
-        where: what states none.
-
-    Raises:
-        DoflaError: both are given, a ratio that is not above 1, or one of no ``cache``.
+    ``cache`` is bytes of the softmax cache, None where the model states no number of positions; ``where`` names it.
+    DoflaError if both are given, for a ratio that is not above 1, or one of no ``cache``.
     """
     if size is not None and ratio is not None:
         raise DoflaError(f"size is {size!r} and ratio is {ratio!r}: give one of them")

@@ -28,13 +28,8 @@ class AttachedLayer(AttentionLayer):
     """A layer as the submodule ``dofla`` of an attention module.
 
     Its parameters stay float32 whatever dtype the model is moved to: exponents of real heads pass 100, where a
-    half-precision log-feature would be off by whole factors.
-
-    Args:
-        plan: of the layer.
-        beside_softmax: whether other layers of the model stay softmax.
-        positions: that there are for it, if that is known.
-        prefill: a name in :data:`dofla.plans.plan.PREFILLS`.
+    half-precision log-feature would be off by whole factors. ``beside_softmax`` says whether other layers stay softmax,
+    ``positions`` how many there are for it, if that is known.
     """
 
     hook: RemovableHandle  # that hands it its entry of the cache
@@ -62,11 +57,8 @@ def softmax_implementation(model: PreTrainedModel) -> str:
 
 
 def attach(model: PreTrainedModel, plan: Plan) -> list[AttachedLayer]:
-    """Add the submodules and hooks of the plan's converted layers; nothing is switched on yet.
-
-    Raises:
-        DoflaError: before anything is allocated, a layer that the model does not have, or that cannot be of its sizes.
-    """
+    """Add the submodules and hooks of the plan's converted layers; nothing is switched on yet. DoflaError, before
+    anything is allocated, for a layer that the model does not have, or that cannot be of its sizes."""
     attached = []
     converted = plan.converted
     positions = positions_within(model, plan.context)

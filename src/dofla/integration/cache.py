@@ -25,11 +25,8 @@ class LinearCacheLayer(CacheLayerMixin):
     """Constant-size cache of one layer.
 
     ``update`` returns the new keys and values as they are; attention itself puts them into ``states``, one per group of
-    heads.
-
-    Args:
-        beside_softmax: whether other layers are softmax, and masks are made for them.
-        positions: that there are for it, if this entry is to say when its tokens go past them.
+    heads. Where layers stand ``beside_softmax``, masks are made for those; ``positions`` are given if this entry is to
+    say when its tokens go past them.
     """
 
     is_compileable = True

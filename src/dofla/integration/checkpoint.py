@@ -200,11 +200,7 @@ def _description(folder: Path) -> dict[str, Any]:
 
 def apply_adapter(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
     """Give a model, just converted by the adapter's plan, the adapter's feature maps and record, and its weights if it
-    has any.
-
-    Raises:
-        DoflaError: a file that is missing, damaged, or does not fit.
-    """
+    has any. DoflaError for a file that is missing, damaged, or does not fit."""
     _description(folder)
     return _apply(model, folder)
 

@@ -50,10 +50,7 @@ def checksums_of(path: Path, config: Mapping[str, Any]) -> dict[str, str] | None
 
 def check_checksums(files: Sequence[str | Path]) -> None:
     """See that the files of weights, and the config beside them, are what they were when they were saved, if that
-    config holds checksums. Weights are read once more, by all cores at once.
-
-    Raises:
-        DoflaError: naming the first that is not.
+    config holds checksums; DoflaError naming the first that is not. Weights are read once more, by all cores at once.
     """
     path = Path(files[0]).with_name(CONFIG_NAME)
     checksums = checksums_of(path, read_json(path, "a config")) if path.exists() else None

@@ -47,12 +47,8 @@ class Fault:
 
 
 def check_consistency(model: PreTrainedModel, original: Callable[[], AbstractContextManager]) -> None:
-    """DoflaError, naming the layer, if the model fails with a cache where the original does not.
-
-    Args:
-        model: a converted model.
-        original: within its block ``model`` computes softmax attention.
-    """
+    """DoflaError, naming the layer, if the converted model fails with a cache where it does not within the block of
+    ``original``, in which it computes softmax attention."""
     if model.main_input_name != "input_ids":
         return
     with evaluation_mode(model), torch.no_grad(), token_by_token():

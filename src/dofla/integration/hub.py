@@ -38,11 +38,8 @@ def origin(place: str) -> str:
 
 
 def license_of(model: str) -> dict[str, str]:
-    """``license`` of a model's card, or of its config, with ``license_name`` and ``license_link`` if they are there.
-
-    Args:
-        model: a folder, or a name on the hub, which is asked for a few seconds.
-    """
+    """``license`` of a model's card, or of its config, with ``license_name`` and ``license_link`` if they are there. A
+    model is a folder, or a name on the hub, which is asked for a few seconds."""
     folder = Path(model)
     try:
         if folder.is_dir():
@@ -67,10 +64,7 @@ def _metadata(path: Path) -> dict:
 
 def fetch(name: str, files: list[str]) -> Path:
     """The folder of the cache that holds those ``files`` of a repository that it has; from the cache if offline.
-
-    Raises:
-        DoflaError: it is no name of the hub, or there is no such repository, or none can be reached.
-    """
+    DoflaError if it is no name of the hub, or there is no such repository, or none can be reached."""
     if not hub_name(name):
         raise DoflaError(f"{name} is not a folder: pass one written by save_adapter or save_pretrained, or a hub name")
     try:

@@ -21,13 +21,8 @@ def low_rank(model: PreTrainedModel, rank: int) -> Iterator[Any]:
     """Within the block every linear layer but the output layer has low-rank factors beside it, which alone train.
 
     They are float32, whatever the model is, and drawn from the global generator; their product begins at zero and
-    counts twice. When the block ends they are taken off: read them before, by :func:`lora_factors`.
-
-    Yields:
-        peft's wrapper. Its layers stand inside ``model`` itself, which is used as before.
-
-    Raises:
-        DoflaError: peft is not installed.
+    counts twice. When the block ends they are taken off: read them before, by :func:`lora_factors`. Yields peft's
+    wrapper, whose layers stand inside ``model`` itself, which is used as before. DoflaError if peft is not installed.
     """
     peft = extra("peft")
     config = peft.LoraConfig(

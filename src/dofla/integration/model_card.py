@@ -34,15 +34,8 @@ logger = logging.getLogger(__name__)
 def write_card(
     folder: Path, plan: Plan, record: Record, *, adapter: bool, name: str | None = None, tags: Sequence[str] = ()
 ) -> None:
-    """Write the README.md of a converted model's folder, unless there is one that a person has written or changed.
-
-    Args:
-        folder: of a converted model.
-        plan, record: its.
-        adapter: whether the folder holds an adapter, or a standalone model.
-        name: by which others will load it; default the folder's.
-        tags: further ones.
-    """
+    """Write the README.md of a converted model's folder, which holds an ``adapter`` or a standalone model, unless there
+    is one that a person has written or changed. Others will load it by ``name``, default the folder's."""
     path = folder / README
     if by_hand(path):
         logger.info("%s was written or changed by hand, and stays as it is", path)

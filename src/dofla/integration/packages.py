@@ -11,11 +11,8 @@ DEMO, _DEMO = "demo", f"{_PREFIX}dofla/runs/demo/model"
 
 
 def packaged_path(name: str) -> str:
-    """The folder that ``package:NAME/FOLDER`` or ``demo`` stands for; any other name as it is.
-
-    Raises:
-        DoflaError: there is no such package.
-    """
+    """The folder that ``package:NAME/FOLDER`` or ``demo`` stands for; any other name as it is. DoflaError if there is
+    no such package."""
     name = _DEMO if name == DEMO else name
     if not name.startswith(_PREFIX):
         return name

@@ -30,16 +30,11 @@ def run_padded(
     keeps_states: bool,
     in_place: bool,
 ) -> Answer:
-    """A causal call of a layer with key weights [B, L], 0 for padding, which may stand anywhere.
+    """A causal call of a layer, as :meth:`dofla.layers.AttentionLayer.forward` has them, with key weights [B, L], 0 for
+    padding, which may stand anywhere; ``run`` does it for padding in front, and may update states ``in_place``.
 
-    Args:
-        run: the call for padding in front.
-        query, key, value, weight, states: as :meth:`dofla.layers.AttentionLayer.forward` takes them.
-        keeps_states: whether the states after the call are used; where they are not, some padding is left where it is.
-        in_place: whether ``run`` updates states in place.
-
-    Returns:
-        As the layer's. Padded queries of the calls that are rearranged get zeros.
+    Where the states after the call are not kept, some padding is left where it is. Padded queries of the calls that are
+    rearranged get zeros.
     """
     if not states:
         if query.shape[-2] == 1:

@@ -27,10 +27,7 @@ positions, which every text has."""
 def context_of(converted: Converted, windows: TokenWindows | Images, context: int | None) -> int | None:
     """The number of positions to read the windows at: ``context``, or by default :data:`REACH` times their length where
     the model is a hybrid language model with rotary positions. None: windows stay where they are, here and below.
-
-    Raises:
-        DoflaError: windows cannot be read anywhere among so many positions.
-    """
+    DoflaError if windows cannot be read anywhere among so many positions."""
     if context is not None:
         return _within(converted.model, windows, context)
     model, plan = converted.model, converted.plan
@@ -42,12 +39,8 @@ def context_of(converted: Converted, windows: TokenWindows | Images, context: in
 
 
 def calibration_context(model: PreTrainedModel, windows: TokenWindows | Images, context: int | None) -> int | None:
-    """The number of positions to calibrate codes over: ``context``, or by default all that the model has, where they
-    are rotary. None: windows stay where they are.
-
-    Raises:
-        DoflaError: as :func:`context_of`.
-    """
+    """The number of positions to calibrate codes over, as :func:`context_of`; but by default all that the model has,
+    where they are rotary."""
     if context is not None:
         return _within(model, windows, context)
     if not (isinstance(windows, TokenWindows) and is_rotary(model)):

@@ -58,13 +58,9 @@ def read_again(positions: int) -> int:
 
 
 def restart_index(begun: int, read: int, length: int, positions: int, overlap: int) -> int:
-    """Start index of the state after reading up to ``length`` tokens: unchanged while the text fits into ``positions``;
-    otherwise ``overlap`` tokens before the first unread one, or as many as fit.
-
-    Args:
-        begun: start index of the present state.
-        read: tokens of the text that have been read, those before ``begun`` too.
-    """
+    """Start index of the state after reading up to ``length`` tokens of a text, of which ``read`` have been read, those
+    before the present state ``begun`` too: unchanged while the text fits into ``positions``; otherwise ``overlap``
+    tokens before the first unread one, or as many as fit."""
     if length - begun <= positions:
         return begun
     return max(read - overlap, length - positions)

@@ -32,13 +32,11 @@ given_weights: ContextVar[dict[str, Tensor] | None] = ContextVar("dofla_given_we
 class DoflaConfig(QuantizationConfigMixin):
     """A plan, and the record that goes with it, as the ``quantization_config`` of a model's config.
 
-    Attributes:
-        of_weights: what quantized the weights of a model that was converted afterwards, whose place this has taken; a
-            model's body has the same config, and so knows it too. No file says it.
-        saving: whether the model is being written: its file then says that checksums are to follow.
+    ``of_weights`` is what quantized the weights of a model that was converted afterwards, whose place this has taken; a
+    model's body has the same config, and so knows it too. No file says it.
     """
 
-    saving = False
+    saving = False  # True while the model is being written: its file then says that checksums are to follow
 
     def __init__(self, quant_method: str = METHOD, record: dict[str, Any] | None = None, **plan: Any) -> None:
         self.quant_method = quant_method  # type: ignore[assignment] # registered: no member of their enumeration

@@ -12,17 +12,10 @@ from dofla.integration.positions import positions_of, table_of_positions
 
 
 def check_readable(model: PreTrainedModel, input_ids: Tensor, what: str, new_tokens: int = 0) -> None:
-    """See that the model knows all of these tokens, and has positions for their number.
+    """See that the model knows all of these tokens [B, L], and has positions for them and the new ones to follow.
 
-    Args:
-        model: that is to read them.
-        input_ids: tokens [B, L].
-        what: they are, for the message.
-        new_tokens: how many are to follow.
-
-    Raises:
-        DoflaError: no tokens; a token that has no embedding; more tokens than positions, where these are learned one by
-            one. Rotary positions go on beyond those that training has seen, if not as well.
+    DoflaError, saying ``what`` they are, if there are none; if one has no embedding; if there are more than positions,
+    where these are learned one by one. Rotary ones go on beyond those that training has seen, if not as well.
     """
     if input_ids.ndim != 2 or not input_ids.numel():
         raise DoflaError(f"{what}: expected tokens [B, L], got {list(input_ids.shape)}: give a text")
@@ -57,11 +50,8 @@ def check_keeps_states(model: PreTrainedModel) -> None:
 def windows_for(
     model: PreTrainedModel, data: TokenWindows | Images | Tensor | Mapping[str, Any]
 ) -> TokenWindows | Images:
-    """Convert data to windows that the model can read.
-
-    Raises:
-        DoflaError: as :func:`dofla.data.as_windows` and :func:`check_readable`.
-    """
+    """Convert data to windows that the model can read; DoflaError as :func:`dofla.data.as_windows` and
+    :func:`check_readable`."""
     windows = as_windows(data)
     if isinstance(windows, TokenWindows):
         check_readable(model, windows.input_ids, windows.source)

@@ -47,12 +47,8 @@ def check_kept(sites: Mapping[str, AttentionSite], keep_softmax: Iterable[str]) 
 
 
 def attention_sites(model: PreTrainedModel) -> dict[str, AttentionSite]:
-    """All attention modules of ``model`` by name, in the order of the forward pass.
-
-    Raises:
-        DoflaError: if no attention of the model goes through transformers' attention interface, or it needs masks of
-            its own.
-    """
+    """All attention modules of ``model`` by name, in the order of the forward pass. DoflaError if no attention of the
+    model goes through transformers' attention interface, or it needs masks of its own."""
     names = {module: name for name, module in model.named_modules()}
     sites: dict[str, AttentionSite] = {}
     unsaid: list[str] = []

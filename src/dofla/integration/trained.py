@@ -32,13 +32,9 @@ def weights_of(model: PreTrainedModel) -> dict[str, nn.Parameter]:
 
 
 def keep_original(model: PreTrainedModel, names: Iterable[str], lora: Mapping[str, Tensor] | None = None) -> None:
-    """Keep the values that some weights have now, as those of the teacher.
-
-    Args:
-        model: a converted model none of whose weights were trained yet.
-        names: of parameters; one that several modules share has its original in all of them.
-        lora: factors that are about to be merged into them, by name; None if they are to be trained freely.
-    """
+    """Keep the values that some parameters of a converted model have now, none of which was trained yet, as those of
+    the teacher. One that several modules share has its original in all of them. ``lora`` are factors that are about to
+    be merged into them, by name; None if they are to be trained freely."""
     copies = {id(parameter): parameter.detach().clone() for parameter in map(model.get_parameter, names)}
     for module in model.modules():
         for key, parameter in module.named_parameters(recurse=False):

@@ -35,11 +35,8 @@ def without_weights(config: PreTrainedConfig, build: Callable[[PreTrainedConfig]
 class StandInProducts(TorchFunctionMode):
     """Within the block linear layers and embeddings return numbers of the right shape that cost nothing to compute:
     a token's embedding differs from another's, and a linear layer repeats its input. So a model runs as it would,
-    and what depends on the numbers (causal or not, which experts are chosen) has some to depend on.
-
-    Attributes:
-        operations: floating-point operations that these layers would have taken.
-    """
+    and what depends on the numbers (causal or not, which experts are chosen) has some to depend on. ``operations`` are
+    those in floating point that these layers would have taken."""
 
     def __init__(self) -> None:
         super().__init__()

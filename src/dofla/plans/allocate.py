@@ -63,11 +63,7 @@ STRATEGIES: dict[str, Strategy] = {
 
 def over_heads_function(name: str) -> Callable[[Sequence[float]], float]:
     """The function from the numbers of a layer's heads to that of the layer, by name: ``max``, ``mean``, or a quantile
-    in percent such as ``q50`` or ``q90``.
-
-    Raises:
-        DoflaError: for any other name.
-    """
+    in percent such as ``q50`` or ``q90``; DoflaError for any other."""
     if name == "max":
         return max
     if name == "mean":

@@ -26,7 +26,7 @@ WEIGHTS = constant([round(2.0 ** (12 - n / OCTAVE)) for n in range(LEAST_STEPS)]
 def select_survivors(
     coder: Coder, query_integers: Numbers, real: Tensor, line: CodedTokens, newest: int, scaling: float
 ) -> tuple[CodedTokens, Tensor]:
-    """Let tokens enter a tier one by one, and evict the one with the lowest score each time.
+    """Let tokens enter a tier one by one, and evict the one with the lowest score each time, the ``newest`` excepted.
 
     Args:
         coder: of the keys.
@@ -34,8 +34,6 @@ def select_survivors(
             i attends once token i has entered.
         real: [B, L], which queries are not padding.
         line: the tokens that are there, and the L that enter: S tokens.
-        newest: how many tokens cannot be evicted.
-        scaling: of the scores of attention.
 
     Returns:
         The tier after; and the first query that sees each token of the line no more [B, Hkv, S], or :data:`NEVER`.

@@ -61,18 +61,9 @@ def linear_attention(
     maps: tuple[Affine, Affine] | None = None,
     exact: ExactPart | None = None,
 ) -> tuple[Tensor, Tensor, FeatureState]:
-    """:func:`dofla.attention.chunked`, causal, of log-features or of vectors with maps, and attention to an exact part.
-
-    Args:
-        query: [B, H, L, d], or log-features [B, H, L, M] without ``maps``.
-        tokens: keys [B, Hkv, L, d] (or log-features), values and log-weights.
-        state: what came before.
-        maps: of the queries and of the keys.
-        exact: the window and the sinks.
-
-    Returns:
-        Output [B, H, L, dv], the log-normalizer [B, H, L] of the features alone, and the state after the last token.
-    """
+    """:func:`dofla.attention.chunked`, causal, of vectors with the maps of queries and of keys, or of log-features
+    without; and attention to an exact part. Returns output [B, H, L, dv], the log-normalizer [B, H, L] of the features
+    alone, and the state after the last token."""
     tensors = [t.contiguous() for m in maps or () for t in (m.weight, m.bias)]
     numbers = [x for m in maps or () for x in (m.scale, m.curvature)]
     others, window, scaling = [], 0, 1.0

@@ -75,18 +75,8 @@ def _obstacle() -> str | None:
 def linear_attention(
     a: Tensor, b: Tensor, value: Tensor, *, state: FeatureState
 ) -> tuple[Tensor, Tensor, FeatureState]:
-    """:func:`dofla.attention.chunked`, causal.
-
-    Args:
-        a: log-features of queries [B, H, L, M], float32.
-        b: log-features of keys [B, Hkv, L, M], float32, the log of the key weight (LOG_ZERO for padding) included.
-        value: values [B, Hkv, L, dv], float32 or bfloat16; those of padding must be zero. With bfloat16 the products
-            are of bfloat16 numbers, summed in float32.
-        state: what came before.
-
-    Returns:
-        Output [B, H, L, dv] and log-normalizer [B, H, L], both float32, and the state after the last token.
-    """
+    """:func:`dofla.attention.chunked`, causal, in float32. Values may be bfloat16: products are then of bfloat16
+    numbers, summed in float32."""
     a, b, value = a.contiguous(), b.contiguous(), value.contiguous()
     state = state.map(torch.Tensor.contiguous)
     batch, heads, length, _ = a.shape

@@ -20,11 +20,8 @@ _NONE = tl.constexpr(-1e30)
 
 
 def flash_attention(query: Tensor, line: Line, scaling: float) -> tuple[Tensor, Tensor]:
-    """Attention of queries [B, H, L, d], those of the last L tokens of a line, all of which are real.
-
-    Returns:
-        Output [B, H, L, dv] and log-normalizer [B, H, L].
-    """
+    """Attention of queries [B, H, L, d], those of the last L tokens of a line, all of which are real: output
+    [B, H, L, dv] and log-normalizer [B, H, L]."""
     groups, before = query.shape[1] // line.key.shape[1], len(line) - query.shape[2]
     key, value = (x.to(query.dtype) for x in (line.key, line.value))
     new = (x[:, :, before:].repeat_interleave(groups, 1) for x in (key, value))
@@ -57,17 +54,9 @@ def drawn(query: Tensor, line: Line, normalizer: Tensor, window: int, sinks: int
 def squares(
     query: Tensor, key: Tensor, seen: Tensor, normalizer: Tensor, nearest: int, scaling: float, decay: float = math.inf
 ) -> Tensor:
-    """The sum over queries of the squares of their weights [B, Hkv, P], float32.
-
-    Args:
-        query: [B, H, L, d], of the last L of the P tokens.
-        key: [B, Hkv, P, d], in the dtype of the queries.
-        seen: [B, Hkv, P], False for tokens that do not count.
-        normalizer: of each query [B, H, L], float32.
-        nearest: how far behind a query a token is at least, to count.
-        scaling: of the scores.
-        decay: each query counts less than the next by one part in so many.
-    """
+    """The sum over queries [B, H, L, d], those of the last L of P tokens, of the squares of their weights [B, Hkv, P],
+    float32. Tokens count that are ``seen`` [B, Hkv, P], and at least ``nearest`` behind a query; normalizers are
+    [B, H, L]. Each query counts less than the next by one part in ``decay``."""
     grid = triton.cdiv(key.shape[2], KEYS), key.shape[0] * key.shape[1]
     out = torch.empty(key.shape[:3], dtype=torch.float32, device=query.device)
     _launch(_squares[grid], (query, key, seen, normalizer, out), nearest, scaling, math.log1p(-1 / decay))

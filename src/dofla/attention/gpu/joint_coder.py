@@ -10,11 +10,8 @@ from dofla.attention.rows import Rows
 
 
 class JointCoder:
-    """The coders of one side of several groups, as one of all their heads. Blocks have bits of their own in each head.
-
-    Args:
-        coders: of each group, with vectors of one size and one number of bits.
-    """
+    """The coders of one side of several groups, with vectors of one size and one number of bits, as one of all their
+    heads. Blocks have bits of their own in each head."""
 
     def __init__(self, coders: Sequence[Coder]) -> None:
         self.coders, self.dim, self.block = list(coders), coders[0].dim, coders[0].block

@@ -34,14 +34,8 @@ def decoders_of(heads: Compressed) -> list[Decoder]:
 
 @torch.compiler.assume_constant_result
 def prepare(known: int, scaling: float, device: torch.device) -> None:
-    """Make what :func:`decode_token` looks up while a graph is traced. A tensor that is made while a CUDA graph is
-    recorded lies in memory of the graph.
-
-    Args:
-        known: id of the heads (:meth:`dofla.attention.CompressedHeads.register`).
-        scaling: of the scores.
-        device: of the queries.
-    """
+    """Make what :func:`decode_token` looks up, for heads by their id, while a graph is traced. A tensor that is made
+    while a CUDA graph is recorded lies in memory of the graph."""
     weight_steps(scaling, device)
     for decoder in decoders_of(REGISTERED[known]):
         decoder.constants(device)
@@ -55,17 +49,8 @@ def update_constants() -> None:
 
 
 def decode(heads: Compressed, call: Call, rows: Tensor, pages: Tensor | None = None) -> Tensor:
-    """Attention of one token of each sequence, whose states are updated in place.
-
-    Args:
-        heads: of the layer.
-        call: the token, [B, H, 1, d].
-        rows: the states [B, bytes], or a pool of such rows.
-        pages: row in the pool of each sequence [B]; None where ``rows`` are no pool.
-
-    Returns:
-        Output [B, H, 1, dv].
-    """
+    """Attention of one token of each sequence [B, H, 1, dv]. The states, which are updated in place, are rows
+    [B, bytes]; or the sequences' ``pages`` [B] of a pool of such rows."""
     out = call.new_output()
     for decoder in decoders_of(heads):
         decoder(call, rows, out, pages)

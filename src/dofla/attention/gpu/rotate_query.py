@@ -11,19 +11,10 @@ from dofla.attention.gpu.numbers import at, packed, power_of_two, rounded, whole
 
 
 def rotate_queries(coder: Coder, query: Tensor, groups: int) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-    """Queries as :meth:`dofla.attention.Coder.rotate_query` turns them, and as
-    :meth:`dofla.attention.Coder.rotate_query_integer` does.
-
-    Args:
-        coder: of the keys, of Hkv heads.
-        query: [B, Hkv · groups, L, d], float32 or bfloat16.
-        groups: query heads of a KV head.
-
-    Returns:
-        Rotated queries [B, Hkv · groups, L, d + 1], float32, with what is to be added to their products in the last
-        number. And integers [B, Hkv · groups, L, blocks, block] with the unit of each block
-        [B, Hkv · groups, L, blocks, 1], bit for bit those of plain torch.
-    """
+    """Queries [B, H, L, d], float32 or bfloat16, of Hkv · groups heads, as
+    :meth:`dofla.attention.coding.operations.CodeOperations.rotate_queries` turns them: rotated [B, H, L, d + 1],
+    float32; and integers [B, H, L, blocks, block] with the unit of each block [B, H, L, blocks, 1], bit for bit those
+    of plain torch."""
     query = query if query.stride(-1) == 1 else query.contiguous()
     batch, count, length, dim = query.shape
     blocks = dim // coder.block

@@ -65,12 +65,7 @@ def alike(group: Group) -> tuple[int, ...]:
 
 
 class Decoder:
-    """Attention of new tokens of groups of KV heads of a layer, one by one.
-
-    Args:
-        heads: the compressed heads of the layer.
-        groups: which of its groups, which are :func:`alike`.
-    """
+    """Attention of new tokens of some groups of KV heads of a layer, which are :func:`alike`, one by one."""
 
     def __init__(self, heads: Compressed, groups: Sequence[int]) -> None:
         # No heads are held: decoders go with them (operators.py).
@@ -99,14 +94,8 @@ class Decoder:
         return on_device(self.descriptions, device, torch.int32), keys.constants, values.constants, tables_on(device)
 
     def __call__(self, call: Call, states: Tensor, out: Tensor, pages: Tensor | None = None) -> None:
-        """Attention of a token, and the states after it.
-
-        Args:
-            call: the token of all heads of the layer, [B, H, 1, d].
-            states: rows [B, bytes], uint8, or a pool of such rows; updated in place.
-            out: [B, H, 1, dv], in one piece, whose rows of these heads are to be filled.
-            pages: row in the pool of each sequence [B]; None where ``states`` are no pool.
-        """
+        """Attention of a token, and the states after it, as :func:`dofla.attention.gpu.operators.decode`. Of ``out``
+        [B, H, 1, dv], in one piece, the rows of these heads are filled."""
         query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in call.vectors)
         device, batch, groups = query.device, len(query), call.groups
         per_step, weights = weight_steps(call.scaling, device)
