@@ -15,9 +15,8 @@ from dofla.attention.backend import Compressed
 from dofla.attention.call import Call
 from dofla.attention.coding.heavy_hitters import weight_steps
 from dofla.attention.gpu import block_count, block_size
-from dofla.attention.gpu.codes import Coding, tables_on
+from dofla.attention.gpu.codes import Coding, JointCoder, tables_on
 from dofla.attention.gpu.encode import WAYS
-from dofla.attention.gpu.joint_coder import JointCoder
 from dofla.attention.gpu.token_attend import attend_and_update
 from dofla.attention.gpu.token_encode import encode_and_rotate
 from dofla.attention.heads import on_device
