@@ -17,15 +17,11 @@ def exact_scores(query: Tensor, key: Tensor, scaling: float) -> Tensor:
 
 
 def log_kernel(a: Tensor, b: Tensor) -> Tensor:
-    """``logsumexp_m(a[i, m] + b[j, m])`` for all pairs, exactly, at the cost of one matrix product.
+    """``logsumexp_m(a[i, m] + b[j, m])`` for all pairs, exactly, at the cost of one matrix product: log-features of
+    queries [B, H, L, M] and of keys [B, Hkv, S, M] → [B, H, L, S].
 
-    Args:
-        a: log-features of queries [B, H, L, M].
-        b: log-features of keys [B, Hkv, S, M]; H is a multiple of Hkv.
-
-    Returns:
-        [B, H, L, S]. Pairs whose features hardly overlap underflow in the product; those few are recomputed in
-        log space, so the result is right to float precision for log-features of any size.
+    Pairs whose features hardly overlap underflow in the product; those few are recomputed in log space, so the result
+    is right to float precision for log-features of any size.
     """
     batch, heads, length, features = a.shape
     kv_heads, keys = b.shape[1], b.shape[2]

@@ -102,9 +102,8 @@ class Calibration(Result):
                 tensors |= {f"{name}:{side}.total": moments.total, f"{name}:{side}.square": moments.square}
             if own.weighing is not None:
                 tensors[f"{name}:weighing"] = own.weighing
-        plain = {
-            name: getattr(self, name) for name in ("shares", "costs", "retrieval", "model", "fingerprint", "made_by")
-        }
+        names = "shares", "costs", "retrieval", "model", "fingerprint", "made_by"
+        plain = {name: getattr(self, name) for name in names}
         counts = {name: [getattr(own, side).count for side in _MOMENTS] for name, own in self.directions.items()}
         write_tensors(path, tensors, {"format": _FORMAT, "calibration": json.dumps({**plain, "counts": counts})})
 

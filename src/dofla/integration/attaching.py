@@ -34,9 +34,7 @@ class AttachedLayer(AttentionLayer):
 
     hook: RemovableHandle  # that hands it its entry of the cache
 
-    def __init__(
-        self, plan: LayerPlan, beside_softmax: bool, positions: int | None = None, prefill: str = "auto"
-    ) -> None:
+    def __init__(self, plan: LayerPlan, beside_softmax: bool, positions: int | None, prefill: str) -> None:
         super().__init__(*parts_of(plan))
         self.name = plan.name
         self.beside_softmax, self.positions, self.prefill = beside_softmax, positions, prefill

@@ -7,7 +7,6 @@ share an entry, or count tokens themselves. So a converted model is tried before
 import inspect
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -34,18 +33,6 @@ TOLERATED = 2.0**-6
 """Relative difference of a token's output: twice what a step of eight bits is of the largest number."""
 
 
-@dataclass(frozen=True)
-class Fault:
-    """A failure of the calls with a cache: a relative difference from the single pass, or an error."""
-
-    what: float | Exception
-
-    def __str__(self) -> str:
-        if isinstance(self.what, Exception):
-            return f"a call with a cache fails ({type(self.what).__name__}: {str(self.what)[:160]})"
-        return f"with a cache it answers otherwise than in one pass (relative difference {self.what:.2g})"
-
-
 def check_consistency(model: PreTrainedModel, original: Callable[[], AbstractContextManager]) -> None:
     """DoflaError, naming the layer, if the converted model fails with a cache where it does not within the block of
     ``original``, in which it computes softmax attention."""
@@ -67,16 +54,17 @@ def check_consistency(model: PreTrainedModel, original: Callable[[], AbstractCon
                 return
 
 
-def _fault(model: PreTrainedModel, seed: int, padded: bool) -> Fault | None:
-    """None if the model answers in several calls as in one, keeps no cache, or does not answer to every token."""
+def _fault(model: PreTrainedModel, seed: int, padded: bool) -> str | None:
+    """The failure of calls with a cache, in words: an error, or a difference from the single pass. None if the model
+    answers in several calls as in one, keeps no cache, or does not answer to every token."""
     try:
         whole, parts = _both_ways(model, seed, padded)
     except Exception as error:  # code of any family, of which any may come
-        return Fault(error)
-    if parts is None:
+        return f"a call with a cache fails ({type(error).__name__}: {str(error)[:160]})"
+    difference = 0.0 if parts is None else _difference(whole, parts, padded)
+    if difference <= _tolerated(model):
         return None
-    difference = _difference(whole, parts, padded)
-    return None if difference <= _tolerated(model) else Fault(difference)
+    return f"with a cache it answers otherwise than in one pass (relative difference {difference:.2g})"
 
 
 def _tolerated(model: PreTrainedModel) -> float:

@@ -1,7 +1,5 @@
 """The contents of a folder that is named as a model: an original, or what cannot be taken for one."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -92,9 +92,9 @@ def placed_anywhere(batch: dict[str, Tensor], context: int | None, generator: to
     return placed(batch, int(torch.randint(room + 1, (), generator=generator)))
 
 
-def placed_evenly(batch: dict[str, Tensor], context: int | None, times: int = 4) -> list[dict[str, Tensor]]:
-    """The batch at the first, the last, and positions between them."""
+def placed_evenly(batch: dict[str, Tensor], context: int | None) -> list[dict[str, Tensor]]:
+    """The batch at the first, the last, and two positions between them."""
     if context is None:
         return [batch]
     room = context - batch["input_ids"].shape[1]
-    return [placed(batch, room * n // (times - 1)) for n in range(times)]
+    return [placed(batch, room * n // 3) for n in range(4)]

@@ -6,14 +6,14 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from dofla.data import Images, TokenWindows, batches
+from dofla.data import Images, TokenWindows
 from dofla.display import Bar, reports_progress
 from dofla.errors import DoflaError, check_choice
 from dofla.integration.converted import is_converted
 from dofla.integration.estimators import ESTIMATORS
 from dofla.integration.positions import positions_of
 from dofla.integration.reading import windows_for
-from dofla.integration.recorder import AttentionCall, recording, run_body
+from dofla.integration.recorder import AttentionCall, read_windows
 from dofla.integration.sites import AttentionSite, attention_sites, check_kept, check_left, refuse
 from dofla.integration.wrapped import unwraps_its_model
 from dofla.profiles.profile import HeadStatistics, LayerProfile, Profile, SkippedLayer
@@ -131,24 +131,16 @@ def profile(
     if is_converted(model):
         raise DoflaError("the model is converted already: call dofla.restore(model) and profile the original")
     windows = windows_for(model, windows)
-    parts = batches(windows, batch_size)
     sites, skipped = _choose(model, keep_softmax)
     made = ESTIMATORS[estimator]
     estimators = {name: made(samples, len(windows), torch.Generator().manual_seed(seed)) for name in sites}
     tallies = {name: Tally(torch.Generator().manual_seed(seed)) for name in sites}
-    batch_number = 0
 
-    def look(call: AttentionCall) -> None:
-        call.check_finite(batch_number)
-        estimators[call.name].add(call, parts[batch_number])
+    def look(call: AttentionCall, part: Sequence[int]) -> None:
+        estimators[call.name].add(call, part)
         tallies[call.name].add(call)
 
-    with recording(model, sites, look), torch.inference_mode():
-        for batch_number, part in enumerate(parts):
-            run_body(model, windows.batch(part))
-            if callable(progress):
-                progress("reading", batch_number + 1, len(parts))
-
+    read_windows(model, sites, windows, batch_size, look, progress)
     layers = []
     for done, (name, site) in enumerate(sites.items(), start=1):
         spectra = estimators[name].spectra(site.scaling)

@@ -105,9 +105,8 @@ class Record:
     @classmethod
     def load(cls, path: str | Path) -> Record:
         """Read it; an empty one if there is none; DoflaError naming the file if it is damaged."""
-        return (
-            cls.from_dict(read_json(path, "a record of a converted model"), str(path)) if Path(path).exists() else cls()
-        )
+        data = read_json(path, "a record of a converted model") if Path(path).exists() else {}
+        return cls.from_dict(data, str(path))
 
 
 def figures_of(record: Mapping[str, Any], command: str) -> list[Figure]:

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
 from dofla.attention import LOG_ZERO, exact_scores
+from dofla.data import Images, TokenWindows, batches
 from dofla.errors import DoflaError
 from dofla.integration.interface import dofla_attention, is_causal, standard_scaling, visiting
 from dofla.integration.offload import device_of
@@ -126,6 +127,30 @@ def recording(
 
     with evaluation_mode(model), visiting(model, forward_call, dofla_attention if linear else None):
         yield
+
+
+def read_windows(
+    model: PreTrainedModel,
+    names: Collection[str],
+    windows: TokenWindows | Images,
+    batch_size: int,
+    visit: Callable[[AttentionCall, Sequence[int]], None],
+    progress: Callable[[str, int, int], None] | bool,
+) -> None:
+    """Run the model on all windows, without gradients; ``visit`` sees each call as in :func:`recording`, and the
+    numbers of its windows. DoflaError for NaN or infinity in a call."""
+    parts = batches(windows, batch_size)
+    number = 0
+
+    def look(call: AttentionCall) -> None:
+        call.check_finite(number)
+        visit(call, parts[number])
+
+    with recording(model, names, look), torch.inference_mode():
+        for number, part in enumerate(parts):
+            run_body(model, windows.batch(part))
+            if callable(progress):
+                progress("reading", number + 1, len(parts))
 
 
 def run_body(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> ModelOutput:

@@ -82,9 +82,8 @@ def token_windows(
     membership(split, holdout)
     if model is None or windows is None:
         raise DoflaError(f'source "self": no {"model" if model is None else "number of windows"} given; give one')
-    samples = self_sample(
-        model, tokenizer, count=windows, length=length, seed=stream_seed(seed, split), progress=progress
-    )
+    own = stream_seed(seed, split)
+    samples = self_sample(model, tokenizer, count=windows, length=length, seed=own, progress=progress)
     return replace(samples, source=f"self: samples of {type(model).__name__} ({split}, seed {seed})")
 
 

@@ -140,10 +140,8 @@ def _bounded(module: nn.Module, kwargs: dict[str, Any]) -> bool:
 
 
 def _window(module: nn.Module, kwargs: dict[str, Any]) -> int | None:
-    given = kwargs.get("sliding_window") or getattr(module, "sliding_window", None)
-    return (
-        given or getattr(module.config, "sliding_window", None) or getattr(module.config, "attention_chunk_size", None)
-    )
+    given, config = kwargs.get("sliding_window") or getattr(module, "sliding_window", None), module.config
+    return given or getattr(config, "sliding_window", None) or getattr(config, "attention_chunk_size", None)
 
 
 def _kind(module: nn.Module) -> str | None:

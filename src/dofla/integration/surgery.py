@@ -89,10 +89,8 @@ def convert(
     setattr(model, SOFTMAX, before)
     switch_on(model)
     config = DoflaConfig.from_plan(plan)
-    config.record.base_model, config.of_weights = (
-        origin(model.config._name_or_path),
-        getattr(model, "hf_quantizer", None),
-    )
+    config.record.base_model = origin(model.config._name_or_path)
+    config.of_weights = getattr(model, "hf_quantizer", None)
     model.config.quantization_config = config
     model.hf_quantizer = DoflaQuantizer(config)  # type: ignore[assignment] # to torch, an attribute is a module
     return model
@@ -130,9 +128,8 @@ def even_plan(
         sizes = {"features": features, "window": window, "sinks": sinks}
         return {**sizes, "feature_map": feature_map, "token_dtype": kept_as, "smooth_keys": kept_as == "int8"}
 
-    return plan_by_site(
-        model, FeatureLayer, size, keep_softmax, {"strategy": "hybrid", "budget": budget, "share": share}
-    )
+    made_by = {"strategy": "hybrid", "budget": budget, "share": share}
+    return plan_by_site(model, FeatureLayer, size, keep_softmax, made_by)
 
 
 def plan_by_site(
@@ -141,7 +138,6 @@ def plan_by_site(
     size: Callable[[AttentionSite], dict[str, Any]],
     keep_softmax: Collection[str],
     made_by: dict[str, Any],
-    context: int | None = None,
 ) -> Plan:
     """A plan of layers of the kind ``made``, whose fields beside their shape ``size`` says; DoflaError for a name in
     ``keep_softmax`` that is no layer, or if there is none to linearize."""
@@ -156,7 +152,7 @@ def plan_by_site(
         layers.append(SoftmaxLayer(*shape) if softmax else made(*shape, **size(site)))
     check_left(model.config, type(model).__name__, [x for x in layers if not isinstance(x, SoftmaxLayer)])
     _tell_of_shared(tuple(site.name for site in sites.values() if site.shares_keys and not site.linear_time))
-    return Plan(layers, model.config._name_or_path or type(model).__name__, made_by, context)
+    return Plan(layers, model.config._name_or_path or type(model).__name__, made_by)
 
 
 @lru_cache

@@ -1,7 +1,5 @@
 """A layer's attention: its groups of KV heads one after the other."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any, Concatenate, ParamSpec, TypeVar

@@ -1,7 +1,5 @@
 """Making a layer of its plan."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from dofla.attention import CompressedHeads, HeadGroup, KeySmoothing

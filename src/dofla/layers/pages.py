@@ -1,7 +1,5 @@
 """A step of a server: tokens of several sequences, whose states are pages of a pool."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -76,11 +76,9 @@ def scale_of_dof(bench: Bench) -> Table:
             alike = Figure.of(rank_correlation(largest, default), 2)
             quality = None
             if (normalization, exponent) in _TRAINED:
-                usual = (normalization, 2.0**exponent) == (
-                    profile.normalization,
-                    bench.study.lam,
-                )  # that of all tables
-                student = trained("DoF", "softmax") if usual else scaled(normalization, exponent)
+                student = scaled(normalization, exponent)
+                if (student.normalization, student.lam) == (profile.normalization, bench.study.lam):
+                    student = trained("DoF", "softmax")  # that of all tables
                 quality = per_seed(bench.evaluations(student), section, key)
             rows.append([normalization, f"2^{exponent}", *figures, widest, alike, quality])
     return Table(

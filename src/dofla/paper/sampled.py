@@ -1,12 +1,12 @@
 """Features drawn by leverage, for all heads of a linearized model: no training, one pass over the tokens."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from dofla.data import Images, TokenWindows, batches
+from dofla.data import Images, TokenWindows
 from dofla.display import Bar, reports_progress
 from dofla.errors import DoflaError
 from dofla.feature_maps import PRF
@@ -14,7 +14,7 @@ from dofla.feature_maps.heads import FeatureHeads
 from dofla.integration.converted import Converted
 from dofla.integration.estimators import Reservoir
 from dofla.integration.reading import windows_for
-from dofla.integration.recorder import AttentionCall, recording, run_body
+from dofla.integration.recorder import AttentionCall, read_windows
 from dofla.integration.wrapped import unwraps_its_model
 from dofla.layers import AttentionLayer
 from dofla.paper.sampling import leverage_features
@@ -73,22 +73,14 @@ def sample_features(
     if samples < 2:
         raise DoflaError(f"samples is {samples}: at least 2 vectors are needed, 512 is the default")
     windows = windows_for(student, windows)
-    parts = batches(windows, batch_size)
     reservoirs = {name: Reservoir(samples, torch.Generator().manual_seed(seed)) for name in layers}
     scalings: dict[str, float] = {}
-    batch_number = 0
 
-    def look(call: AttentionCall) -> None:
-        call.check_finite(batch_number)
+    def look(call: AttentionCall, part: Sequence[int]) -> None:
         scalings[call.name] = call.scaling
         reservoirs[call.name].add(call)
 
-    with recording(student, layers, look), torch.inference_mode():
-        for batch_number, part in enumerate(parts):
-            run_body(student, windows.batch(part))
-            if callable(progress):
-                progress("reading", batch_number + 1, len(parts))
-
+    read_windows(student, layers, windows, batch_size, look, progress)
     generator = torch.Generator().manual_seed(seed)
     drawn = {}
     for done, name in enumerate(layers, start=1):

@@ -39,18 +39,9 @@ class CodeOperations:
     def attend(
         self, key: Coder, value: Coder, rotated: Tensor, line: CodedTokens, evicted_at: Tensor, scaling: float
     ) -> tuple[Tensor, Tensor]:
-        """Attention of L queries to a tier, of whose tokens the last L enter with one query each.
-
-        Args:
-            key, value: coders.
-            rotated: queries [B, H, L, d + 1], as :meth:`rotate_queries` gives them.
-            line: what the tier held, and the L tokens that enter: S tokens.
-            evicted_at: [B, Hkv, S], the first query that sees a token no more.
-            scaling: of the scores.
-
-        Returns:
-            Output [B, H, L, dv], rotated like the values, and log-normalizer [B, H, L].
-        """
+        """Attention of queries [B, H, L, d + 1], as :meth:`rotate_queries` gives them, to a line of S tokens, of which
+        the last L enter the tier with one query each. Each is seen until the query it is evicted at [B, Hkv, S].
+        Returns output [B, H, L, dv], rotated like the values, and log-normalizer [B, H, L]."""
         keys = key.decode(line.key, line.key_scale).to(rotated.dtype)
         values = value.decode(line.value, line.value_scale).to(rotated.dtype)
         seen = visible(line, evicted_at, rotated.shape[-2])

@@ -51,11 +51,9 @@ def _rotate_queries(
     batch, head, token = place // (count * length), place // length % count, place % length
     query += batch * query_batch + head * query_head + token * query_token
     columns = columns_of_block(constants, head // groups, block, CODER)
-    rotated, numbers, units = (
-        rotated + place * (CODER.dim + 1),
-        numbers + place * CODER.dim,
-        units + place * CODER.blocks,
-    )
+    rotated += place * (CODER.dim + 1)
+    numbers += place * CODER.dim
+    units += place * CODER.blocks
     rotate_query(query, constants, head // groups, block, columns, rotated, numbers, units, CODER)
 
 
