@@ -20,7 +20,7 @@ from dofla.data import TokenWindows
 from dofla.display import factor
 from dofla.integration.converted import Converted
 from dofla.integration.model_card import by_hand, write_card
-from dofla.integration.record import Record, without_folders
+from dofla.integration.record import Record, Training, without_folders
 from dofla.plans.plan import Plan
 from dofla.runs import opened
 from dofla.runs.opening import open_original
@@ -182,6 +182,28 @@ def test_training_is_put_on_record(base, tmp_path):
     again = student_of(base)
     eval(layerwise.command, {"dofla": dofla, "student": again, "windows": windows})
     assert Converted.of(again).record.training == [layerwise]
+
+
+@pytest.mark.parametrize(
+    ("made_from", "source", "may"),
+    [
+        ("", "text.txt", True),
+        ("text.txt (train), 32 tokens", "/home/me/text.txt", True),
+        ("data/text.txt (train), 32 tokens", "text.txt", True),
+        ("a.txt, text.txt (train), 32 tokens", "text.txt", True),
+        ("my_text.txt (train), 32 tokens", "text.txt", False),
+        ("self: samples of LlamaForCausalLM (train, seed 0), 32 tokens", "sample", False),
+        ("me/set:en@train (train), 32 tokens", "me/set:en", True),
+        ("me/set:en (train), 32 tokens", "me/set:en@test", False),
+        ("a.txt, b.txt, c.txt and 2 more (train), 32 tokens", "text.txt", True),
+        ("3 texts in memory (train), 32 tokens", "text.txt", True),
+        ("tensor, 32 tokens", "text.txt", True),
+    ],
+)
+def test_a_record_tells_whether_a_text_may_have_been_read(made_from, source, may):
+    assert Record(calibration=made_from).may_have_read(source) == may
+    training = [Training("", made_from.replace("32 tokens", "1 windows"), 1, "")] if made_from else []
+    assert Record(training=training).may_have_read(source) == may
 
 
 def test_no_training_and_no_figures_are_said_to_be_none(tmp_path):
