@@ -80,6 +80,10 @@ class Verb(TyperCommand):
         super().format_help(ctx, formatter)
 
 
+class No(dict[str, Any]):
+    """A result which says that something is not so: the command prints it, and exits with 1."""
+
+
 def verb(function: Callable[..., dict[str, Any]]) -> Callable[..., None]:
     """A function as a verb: it gets :data:`OPTIONS`, and what it returns is what ``--json`` prints.
 
@@ -103,6 +107,8 @@ def verb(function: Callable[..., dict[str, Any]]) -> Callable[..., None]:
             result = function(**given)
         if manner.json and is_main_process():
             print(json.dumps(plain(result), indent=2, ensure_ascii=False, allow_nan=False))
+        if isinstance(result, No):
+            raise typer.Exit(1)
 
     hints = get_type_hints(function, include_extras=True)
     kind = inspect.Parameter.KEYWORD_ONLY
