@@ -4,6 +4,7 @@ import copy
 import gc
 import json
 import pickle
+import re
 import weakref
 from pathlib import Path
 
@@ -134,12 +135,20 @@ def test_the_last_evaluation_stands_on_the_card_until_the_weights_change(base, t
 def test_a_compressed_cache_is_named_so_with_the_shares_of_its_heads(context, tmp_path):
     model = compress(teacher("llama"), tokens(12, 48), tokens=48, context=context)
     shares = [share for own in Converted.of(model).plan.made_by["head_budgets"].values() for share in own]
+    Converted.of(model).plan.made_by["held_out"] = {"measured": 0.2041, "even": 0.3178}
     text = text_of(saved(model, tmp_path, "standalone"))
     assert "with a compressed key-value cache" in text
     assert "linear attention" not in text
     assert "2 have a compressed cache." in text
     spread = f"KV heads have {min(shares):.2f} to {max(shares):.2f} times the bytes of an even split"
     assert f"Made with strategy compressed, size 2.2 KiB, {spread}" in text
+    assert not re.search("[{}]|held_out", text)
+    assert "- KL on held-out windows: 0.2 measured, 0.32 even: measured head budgets are kept.\n" in text
+    trained = " ".join(text.partition("## How it was trained")[2].partition("\n## ")[0].split())
+    assert trained == (
+        "Nothing was trained: the cache was calibrated on tensor, 576 tokens. "
+        "Measured were the means and directions of keys and values, and how many bytes each KV head needs."
+    )
     assert ("calibrated for a context of" in text) == (context is not None)
     assert ("calibrated for a context of 48 tokens" in text) == (context == 48)
     assert front_matter(tmp_path)["tags"] == ["dofla", "kv-cache"]

@@ -44,14 +44,6 @@ def written(kind: str, path: Path) -> None:
     current_view().show(f"\n{kind} written to {path} ({size(total)} on disk)")
 
 
-def held_out(made_by: Mapping[str, Any]) -> None:
-    """A line on the KL that calibration has measured on held-out windows, if it has."""
-    from dofla.compression.head_budgets import held_out_line
-
-    if "held_out" in made_by:
-        current_view().show(held_out_line(made_by["held_out"]))
-
-
 def following(*words: object) -> None:
     """The next command, on one line whatever its length, so that it can be copied."""
     current_view().console.print(f"next: {shlex.join(['dofla', *map(str, words)])}", soft_wrap=True)

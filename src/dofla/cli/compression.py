@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from dofla.cli.common import following, held_out, windows_from, written
+from dofla.cli.common import following, windows_from, written
 from dofla.cli.options import (
     DATA,
     IN_MEMORY,
@@ -140,7 +140,6 @@ def compress(
         warn_of_local_base(compressed, adapter)
     plan = Converted.of(compressed).plan
     view.show(plan)
-    held_out(plan.made_by)
     if heads := plan.made_by.get("retrieval_heads"):
         view.show(f"retrieval heads: {', '.join(f'{name} {head}' for name, own in heads.items() for head in own)}")
     for kind, path in kinds.items():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,13 @@ PREFILLS = ("auto", "exact", "sequential")
 """Ways in which several tokens enter a compressed cache: ``exact``, they attend exactly to the cache and to one
 another, and those to retain are selected at the end of the call; ``sequential``, one after the other, as decoding goes
 on; ``auto``, exact on a GPU, where it is faster, and sequential on a CPU."""
+
+
+def held_out_line(held_out: Mapping[str, float]) -> str:
+    """A line that says how measured and even head budgets compare on held-out windows."""
+    measured, even = held_out["measured"], held_out["even"]
+    kept = "even" if measured > even else "measured"
+    return f"KL on held-out windows: {measured:.2g} measured, {even:.2g} even: {kept} head budgets are kept"
 
 
 def check_prefill(prefill: str) -> None:
@@ -107,6 +114,8 @@ class Plan(Result):
         # Exact tokens of feature layers may be in the model's dtype, which a plan does not know.
         depends = any(layer.token_dtype == "model" and any(w or s for _, w, s in layer.sizes) for layer in self.linear)
         yield f"KV cache per sequence: {size(self.state_bytes())}{' in float32' if depends else ''}, {context}"
+        if self.compressed and "held_out" in self.made_by:
+            yield held_out_line(self.made_by["held_out"])
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, one short entry per layer."""
