@@ -43,6 +43,7 @@ def reproduce(
     words += ["--device", device] if device else []
     words += [word for setting in changes for word in ("--set", setting)]
     view = current_view()
+    view.resumes = folder
     made = make_tables(study, table or ["all"], folder, command=" ".join(map(_quoted, words)), view=view)
     written("tables (Markdown and JSON)", folder / "tables")
     return {"folder": folder, "tables": [one.to_dict() for one in made]}
