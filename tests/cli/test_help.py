@@ -58,11 +58,13 @@ def test_help_ends_with_the_fields_that_are_set(verb):
 
 
 def test_help_names_the_folder_that_is_written_and_the_exit_code(tmp_path, monkeypatch):
-    monkeypatch.setattr("dofla.paper.run.reproduce", lambda *_, **__: [])
+    seen = []
+    monkeypatch.setattr("dofla.paper.run.reproduce", lambda *_, notes, **__: seen.append(notes) or [])
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs" / "reproduce-demo-small" / "tables").mkdir(parents=True)
     said = CliRunner().invoke(app, ["reproduce", "--scale", "small"]).stdout
     assert "runs/reproduce-demo-small/tables" in said
+    assert seen == [["scale small: too small to rank methods"]]
     assert "runs/reproduce-MODEL-SCALE" in " ".join(shown("reproduce", "--help"))
     assert "Exits with 1 if it is not supported." in " ".join(shown("check", "--help"))
 
