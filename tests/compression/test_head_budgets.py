@@ -103,8 +103,8 @@ def test_what_a_plan_says_of_them():
         "retrieval_heads": {"a": [1]},
         "held_out": {"measured": 0.2, "even": 0.3},
     }
-    assert "0.2 measured, 0.3 even: measured head budgets are kept" in held_out_line(compared.held_out)
-    assert "even head budgets are kept" in held_out_line({"measured": 0.4, "even": 0.3})
+    assert "0.2 measured, 0.3 even: measured budgets are kept" in held_out_line(compared.held_out)
+    assert "even budgets are kept" in held_out_line({"measured": 0.4, "even": 0.3})
 
 
 def test_layers_that_were_not_measured_get_an_even_split_and_others_are_refused():

@@ -143,7 +143,7 @@ def test_a_compressed_cache_is_named_so_with_the_shares_of_its_heads(context, tm
     spread = f"KV heads have {min(shares):.2f} to {max(shares):.2f} times the bytes of an even split"
     assert f"Made with strategy compressed, size 2.2 KiB, {spread}" in text
     assert not re.search("[{}]|held_out", text)
-    assert "- KL on held-out windows: 0.2 measured, 0.32 even: measured head budgets are kept.\n" in text
+    assert "- KL on held-out windows: 0.2 measured, 0.32 even: measured budgets are kept.\n" in text
     trained = " ".join(text.partition("## How it was trained")[2].partition("\n## ")[0].split())
     assert trained == (
         "Nothing was trained: the cache was calibrated on tensor, 576 tokens. "
