@@ -77,7 +77,7 @@ class Bench:
 
     @property
     def quality_title(self) -> str:
-        """What tables call it."""
+        """Name of this figure in tables."""
         return self.quality[1].replace("_", " ")
 
     @property
