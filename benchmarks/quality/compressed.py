@@ -25,7 +25,7 @@ from functools import partial
 from itertools import product
 from pathlib import Path
 from statistics import fmean
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -47,7 +47,7 @@ from dofla.runs.opening import open_original
 from dofla.storage.files import write_json
 
 Make = Callable[[PreTrainedModel, TokenWindows, TokenWindows | None], PreTrainedModel]
-Figures = dict[str, float | list[float]]
+Figures = dict[str, Any]
 
 
 def window_alone(size: str | int, _: int | None) -> Make:
@@ -212,8 +212,9 @@ def _cell(found: list[Figures]) -> str:
     kl = sum(x["kl"] for x in found) / len(found)
     if len(means) > 1:
         return f"{mean:.4f} ± {(max(means) - min(means)) / 2:.4f}, {kl:.4f}"
-    low, high = found[0]["loss_increase_interval"]
-    return f"{mean:.4f} ({low:.4f} to {high:.4f}), {kl:.4f}"
+    interval = found[0]["loss_increase_interval"]
+    within = "" if interval is None else f" ({' to '.join(f'{end:.4f}' for end in interval)})"
+    return f"{mean:.4f}{within}, {kl:.4f}"
 
 
 if __name__ == "__main__":

@@ -1,10 +1,12 @@
 """``dofla calibrate`` and ``dofla compress``: a calibration, a whole model, an adapter, and what is said of them."""
 
 import json
+import re
 
 import pytest
 from command_line import call
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from word_tokenizers import WORDS
 
 import dofla
 from dofla.integration.converted import Converted
@@ -51,6 +53,34 @@ def test_a_whole_model_and_an_adapter_are_written_and_what_they_are_is_said(tmp_
         assert "Nothing was trained: the cache was calibrated" in card
         assert call("generate", folder, "--prompt", "Once upon a time", "--new-tokens", 4) == 0
         assert capsys.readouterr().out.strip()
+
+
+def test_text_that_calibration_did_not_read_is_read_whole(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("text", "other"):
+        sentences = (f"One day the {name} saw {word}, and {word} ran home." for word in WORDS)
+        (tmp_path / f"{name}.txt").write_text("\n\n".join(sentences))
+    made_from = ["--data", "text.txt", "--set", "windows=2", "--set", "length=16", "--set", "head_budgets=even"]
+    assert call("compress", "demo", "--size", "102KiB", *made_from, "--out", "compressed") == 0
+    assert dofla.load("compressed").config.quantization_config.record.calibration == "text.txt (train), 32 tokens"
+    for words, source, part in (
+        (["text.txt"], "text.txt (validation)", "the held-out part of text.txt"),
+        (["other.txt", "--windows", 1000], "other.txt (all)", "other.txt"),
+        (["other.txt", "--windows", 3], "other.txt (all)", None),
+        (["text.txt", "--split", "all", "--windows", 4], "text.txt (all)", None),
+        (["text.txt", "--split", "train", "--windows", 1000], "text.txt (train)", "the training part of text.txt"),
+        (["demo", "--windows", 4], "demo: own samples and recall documents (validation)", None),
+    ):
+        capsys.readouterr()
+        assert call("evaluate", "compressed", "--length", 16, "--data", *words) == 0
+        said = capsys.readouterr().out
+        asked, found, windows = re.match(r"(?:(.*)\n)?((\d+) windows of 16 tokens: .*)\n", said).groups()
+        assert found == f"{windows} windows of 16 tokens: {source}"
+        assert (asked is None) == (part is None)
+        assert part is None or re.fullmatch(rf"{windows} of (64|1000) windows asked: {part} has no more", asked)
+        assert ("(95 % interval " in said) == (int(windows) >= 4)
+    assert call("evaluate", "compressed", "--data", "text.txt", "--split", "test") == 2
+    assert "unknown split 'test': choose one of all, validation, train" in capsys.readouterr().err
 
 
 def test_heads_that_hold_every_token_are_found(calibration, tmp_path, capsys):

@@ -55,6 +55,18 @@ def test_help_ends_with_the_fields_that_are_set(verb):
         assert "Fields of --set: compression. or distillation. before model" in text
 
 
+def test_help_names_the_folder_that_is_written_and_the_exit_code(tmp_path, monkeypatch):
+    seen = []
+    monkeypatch.setattr("dofla.paper.run.reproduce", lambda *_, notes, **__: seen.append(notes) or [])
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs" / "reproduce-demo-small" / "tables").mkdir(parents=True)
+    said = CliRunner().invoke(app, ["reproduce", "--scale", "small"]).stdout
+    assert "runs/reproduce-demo-small/tables" in said
+    assert seen == [["scale small: too small to rank methods"]]
+    assert "runs/reproduce-MODEL-SCALE" in " ".join(shown("reproduce", "--help"))
+    assert "Exits with 1 if it is not supported." in " ".join(shown("check", "--help"))
+
+
 @pytest.mark.parametrize("words", [[], *([name] for name in VERBS)], ids=" ".join)
 def test_help_fits_a_terminal_and_leaves_room_to_say_something(words):
     lines = shown(*words, "--help")

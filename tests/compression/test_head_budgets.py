@@ -6,8 +6,9 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from dofla.compression.head_budgets import LEAST, MAX_FULL_FRACTION, MOST, RUNG, HeadBudgets, divide, held_out_line
+from dofla.compression.head_budgets import LEAST, MAX_FULL_FRACTION, MOST, RUNG, HeadBudgets, divide
 from dofla.errors import DoflaError
+from dofla.plans.plan import held_out_line
 
 COST = st.floats(-1, 1) | st.floats(-1e-6, 1e-6)
 LAYERS = st.lists(st.tuples(st.lists(COST, min_size=1, max_size=8), st.integers(100, 9_000)), min_size=1, max_size=12)
@@ -100,7 +101,7 @@ def test_what_a_plan_says_of_them():
         "retrieval_heads": {"a": [1]},
         "held_out": {"measured": 0.2, "even": 0.3},
     }
-    assert "0.2000 measured, 0.3000 even: measured budgets are kept" in held_out_line(compared.held_out)
+    assert "0.2 measured, 0.3 even: measured budgets are kept" in held_out_line(compared.held_out)
     assert "even budgets are kept" in held_out_line({"measured": 0.4, "even": 0.3})
 
 

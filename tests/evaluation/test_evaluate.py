@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from textwrap import dedent
 
 import pytest
@@ -104,6 +104,14 @@ def test_what_a_person_decides_by_fits_a_screen():
 )
 def test_the_verdict_follows_from_the_interval_and_the_bytes(interval, state, words):
     assert words in " ".join(str(evaluation(interval, state)).split())
+
+
+def test_without_an_interval_none_is_shown_and_the_verdict_says_so():
+    text = str(replace(evaluation([0.0021, 0.0045]), loss_increase_interval=None))
+    assert re.search("loss increase, nats per token +0.00300\n", text)
+    assert re.search("perplexity increase +[+]0.300 %\n", text)
+    verdict = "Close to the original: perplexity +0.300 %, cache 15.1 x smaller at 512 tokens. So few windows have no"
+    assert verdict in " ".join(text.split())
 
 
 def evaluation(interval, state=136):

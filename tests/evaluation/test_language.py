@@ -11,7 +11,7 @@ from students import student_of
 import dofla
 from dofla.data import TokenWindows
 from dofla.errors import DoflaError
-from dofla.evaluation.language import bootstrap_interval, next_token_figures
+from dofla.evaluation.language import LEAST_WINDOWS, bootstrap_interval, next_token_figures
 
 LENGTH = 20
 
@@ -94,6 +94,8 @@ def test_the_interval_of_the_gap_is_that_of_the_windows(tiny):
     expected = bootstrap_interval(gaps * counts, counts, seed=4)
     assert figures["loss_increase_interval"] == pytest.approx(expected, rel=1e-4)
     assert figures["loss_increase_interval"][0] < figures["loss_increase"] < figures["loss_increase_interval"][1]
+    few = next_token_figures(student, TokenWindows.of(tokens[: LEAST_WINDOWS - 1]))
+    assert few["loss_increase_interval"] is None
 
 
 def test_progress_is_reported(tiny):

@@ -3,7 +3,13 @@
 import pytest
 import torch
 from sizes import compress
-from transformers import CONFIG_MAPPING, AutoModelForSeq2SeqLM
+from transformers import (
+    CONFIG_MAPPING,
+    AutoModelForSeq2SeqLM,
+    BartConfig,
+    BartForCausalLM,
+    BartForConditionalGeneration,
+)
 
 import dofla
 from dofla.integration.converted import Converted
@@ -46,6 +52,24 @@ def test_a_decoder_fades_and_the_model_is_given_back(model, head_budgets, tiny):
     assert dofla.evaluate(student, tiny.tokens(2, 40) % 90 + 3).kl >= 0
     with torch.no_grad():
         assert torch.equal(dofla.restore(student)(input_ids=ids, decoder_input_ids=ids).logits, before)
+
+
+@pytest.mark.parametrize("kind", [BartForCausalLM, BartForConditionalGeneration])
+@pytest.mark.parametrize("length", [63, 64, 65, 128])
+def test_windows_of_half_the_positions_and_more_are_read(kind, length, tiny):
+    windows = tiny.tokens(4, length) % 90 + 3
+
+    def fresh():
+        return kind(BartConfig(**SIZES)).eval()
+
+    student = compress(fresh(), windows, tokens=24, keep_softmax=to_keep(fresh()))
+    assert dofla.evaluate(student, windows).kl >= 0
+    if kind is BartForCausalLM:
+        student = dofla.linear.linearize(fresh(), budget=8)
+        dofla.linear.distill(student, windows, steps=1)
+        assert dofla.evaluate(student, windows).kl >= 0
+    with pytest.raises(dofla.DoflaError, match=r"129 tokens, and \w+ has 128 positions: take fewer"):
+        compress(fresh(), tiny.tokens(4, 129), tokens=24, keep_softmax=to_keep(fresh()))
 
 
 def test_where_all_is_kept_nothing_is_left(model, tiny):

@@ -4,6 +4,7 @@ import copy
 import gc
 import json
 import pickle
+import re
 import weakref
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from dofla.data import TokenWindows
 from dofla.display import factor
 from dofla.integration.converted import Converted
 from dofla.integration.model_card import by_hand, write_card
-from dofla.integration.record import Record, without_folders
+from dofla.integration.record import Record, Training, without_folders
 from dofla.plans.plan import Plan
 from dofla.runs import opened
 from dofla.runs.opening import open_original
@@ -124,12 +125,20 @@ def test_the_last_evaluation_stands_on_the_card_until_the_weights_change(base, t
 def test_a_compressed_cache_is_named_so_with_the_shares_of_its_heads(context, tmp_path):
     model = compress(teacher("llama"), tokens(12, 48), tokens=48, context=context)
     shares = [share for own in Converted.of(model).plan.made_by["head_budgets"].values() for share in own]
+    Converted.of(model).plan.made_by["held_out"] = {"measured": 0.2041, "even": 0.3178}
     text = text_of(saved(model, tmp_path, "standalone"))
     assert "with a compressed key-value cache" in text
     assert "linear attention" not in text
     assert "2 have a compressed cache." in text
     spread = f"KV heads have {min(shares):.2f} to {max(shares):.2f} times the bytes of an even split"
     assert f"Made with strategy compressed, size 2.2 KiB, {spread}" in text
+    assert not re.search("[{}]|held_out", text)
+    assert "- KL on held-out windows: 0.2 measured, 0.32 even: measured budgets are kept.\n" in text
+    trained = " ".join(text.partition("## How it was trained")[2].partition("\n## ")[0].split())
+    assert trained == (
+        "Nothing was trained: the cache was calibrated on tensor, 576 tokens. "
+        "Measured were the means and directions of keys and values, and how many bytes each KV head needs."
+    )
     assert ("calibrated for a context of" in text) == (context is not None)
     assert ("calibrated for a context of 48 tokens" in text) == (context == 48)
     assert front_matter(tmp_path)["tags"] == ["dofla", "kv-cache"]
@@ -171,6 +180,28 @@ def test_training_is_put_on_record(base, tmp_path):
     again = student_of(base)
     eval(layerwise.command, {"dofla": dofla, "student": again, "windows": windows})
     assert Converted.of(again).record.training == [layerwise]
+
+
+@pytest.mark.parametrize(
+    ("made_from", "source", "may"),
+    [
+        ("", "text.txt", True),
+        ("text.txt (train), 32 tokens", "/home/me/text.txt", True),
+        ("data/text.txt (train), 32 tokens", "text.txt", True),
+        ("a.txt, text.txt (train), 32 tokens", "text.txt", True),
+        ("my_text.txt (train), 32 tokens", "text.txt", False),
+        ("self: samples of LlamaForCausalLM (train, seed 0), 32 tokens", "sample", False),
+        ("me/set:en@train (train), 32 tokens", "me/set:en", True),
+        ("me/set:en (train), 32 tokens", "me/set:en@test", False),
+        ("a.txt, b.txt, c.txt and 2 more (train), 32 tokens", "text.txt", True),
+        ("3 texts in memory (train), 32 tokens", "text.txt", True),
+        ("tensor, 32 tokens", "text.txt", True),
+    ],
+)
+def test_a_record_tells_whether_a_text_may_have_been_read(made_from, source, may):
+    assert Record(calibration=made_from).may_have_read(source) == may
+    training = [Training("", made_from.replace("32 tokens", "1 windows"), 1, "")] if made_from else []
+    assert Record(training=training).may_have_read(source) == may
 
 
 def test_no_training_and_no_figures_are_said_to_be_none(tmp_path):

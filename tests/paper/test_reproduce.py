@@ -120,7 +120,9 @@ def test_what_was_measured_is_not_measured_again_and_seeds_can_be_added(home, mo
     assert [t.to_dict() for t in again.values()] == [t.to_dict() for t in first.values()]
 
     study = Study.of("gpt2", "full", 2, changes(home, "gpt2"))
-    more = reproduce(study, ["heads"], folder)[0]
+    more = reproduce(study, ["heads"], folder, notes=["too small"])[0]
+    assert more.columns[1] == "loss increase"
+    assert "\n- too small\n" in (folder / "tables" / "heads.md").read_text()
     one = {row[0]: row[1].values for row in first["heads"].rows}
     two = {row[0]: row[1].values for row in more.rows}
     assert all(len(two[name]) == 2 and two[name][0] == values[0] for name, values in one.items())

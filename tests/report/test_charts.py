@@ -69,6 +69,12 @@ def test_the_target_is_between_the_loss_that_misses_it_and_the_one_that_meets_it
     assert far < target < near
 
 
+def test_without_intervals_there_are_none_in_the_tooltip():
+    few = [{name: value for name, value in row.items() if name not in ("low", "high")} for row in LOSS]
+    specs = [json.dumps(charts.loss_against_bytes(rows, LABELS).spec) for rows in (LOSS, few)]
+    assert ["95 % interval" in spec for spec in specs] == [True, False]
+
+
 def test_a_figure_without_an_end_is_left_out():
     rows = [row | {"loss": loss} for row, loss in zip(LOSS, (math.nan, -math.inf), strict=True)]
     chart = charts.loss_against_bytes([*rows, *LOSS], LABELS)

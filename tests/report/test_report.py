@@ -20,7 +20,7 @@ from dofla.plans.plan import Plan
 from dofla.report import write_report
 from dofla.report.runs import ModelRecord, read_run
 from dofla.runs.frontier import FRONTIER, Frontier, Point
-from dofla.storage.files import write_json
+from dofla.storage.files import read_json, write_json
 
 OF_A_RUN = [
     "Loss increase against bytes of the cache",
@@ -102,6 +102,17 @@ def test_a_compression_beside_a_distillation(llama_run, compressed_run, tmp_path
     assert {"DoF (llama-run)", "Performer (llama-run)"} < {row[0] for row in page.rows}
     assert any("3-bit" in words for words in page.values("Bytes of each layer", "sizes"))
     assert OF_A_RUN[-1] in page.charts
+
+
+def test_too_few_windows_have_no_interval(copied, tmp_path):
+    for path in copied.rglob("evaluation.json"):
+        figures = read_json(path, "an evaluation")
+        figures["language"]["loss_increase_interval"] = None
+        write_json(path, figures)
+    page = Page(copied, out=tmp_path / "page.html")
+    head, *rows = page.rows
+    assert {dict(zip(head, row, strict=True))["95 % interval"] for row in rows} == {"none"}
+    assert "So few windows have no 95 % interval" in page.body
 
 
 def test_an_encoder(bert_run, tmp_path):

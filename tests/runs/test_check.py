@@ -135,6 +135,14 @@ def test_a_model_is_told_of_for_people_and_for_programs(capsys):
     assert found["cache"][0]["factor"] > 10
 
 
+def test_what_is_not_supported_exits_with_1(tiny, tmp_path, capsys):
+    tiny.bert().config.save_pretrained(tmp_path)
+    assert call("check", tmp_path) == 1
+    assert "not supported" in capsys.readouterr().out
+    assert call("check", tmp_path, "--json") == 1
+    assert json.loads(capsys.readouterr().out)["supported"] is False
+
+
 @pytest.mark.parametrize(
     ("files", "match"),
     [

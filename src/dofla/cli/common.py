@@ -22,13 +22,17 @@ def windows_from(
     settings: Mapping[str, Any],
     split: str = "train",
 ) -> TokenWindows:
-    """Windows of a source for a model, with what ``--set`` says of them."""
+    """Windows of a source for a model, with what ``--set`` says of them; and a line if there are fewer than asked."""
     from dofla.runs.opening import windows_of
     from dofla.runs.recipe import DataSpec
 
     cut = {name: value for name, value in settings.items() if name != "seed"}
     spec = DataSpec(source, split=split, **cut)
-    return windows_of(spec, model, tokenizer, seed=settings.get("seed", 0), view=current_view())
+    found, asked = windows_of(spec, model, tokenizer, seed=settings.get("seed", 0), view=current_view()), spec.windows
+    if asked is not None and len(found) < asked:
+        part = {"train": "the training part of ", "validation": "the held-out part of "}.get(split, "")
+        current_view().show(f"{len(found)} of {asked} windows asked: {part}{source} has no more")
+    return found
 
 
 def written(kind: str, path: Path) -> None:
@@ -38,14 +42,6 @@ def written(kind: str, path: Path) -> None:
     files = [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]
     total = sum(file.stat().st_size for file in files)
     current_view().show(f"\n{kind} written to {path} ({size(total)} on disk)")
-
-
-def held_out(made_by: Mapping[str, Any]) -> None:
-    """A line on the KL that calibration has measured on held-out windows, if it has."""
-    from dofla.compression.head_budgets import held_out_line
-
-    if "held_out" in made_by:
-        current_view().show(held_out_line(made_by["held_out"]))
 
 
 def following(*words: object) -> None:

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from dofla.cli.common import following, held_out, windows_from, written
+from dofla.cli.common import following, windows_from, written
 from dofla.cli.options import (
     DATA,
     IN_MEMORY,
@@ -25,7 +25,7 @@ from dofla.cli.options import (
     text_of,
 )
 from dofla.cli.settings import Function
-from dofla.cli.verb import current_view
+from dofla.cli.verb import No, current_view
 from dofla.errors import DoflaError
 
 
@@ -37,15 +37,16 @@ def check(
 ) -> dict[str, Any]:
     """Say whether a model can be compressed, and what that saves.
 
-    Reads its config, not its weights.
+    Reads its config, not its weights. Exits with 1 if it is not supported.
     """
     from dofla.runs.check import check as look
 
     found = look(model, size or (), ratio=ratio, **settings)
     current_view().show(found)
-    if found.supported:
-        asked = ["--size", size[0]] if size else ["--ratio", f"{ratio or 16:g}"]
-        following("compress", model, *asked, "--out", "compressed")
+    if not found.supported:
+        return No(found.to_dict())
+    asked = ["--size", size[0]] if size else ["--ratio", f"{ratio or 16:g}"]
+    following("compress", model, *asked, "--out", "compressed")
     return found.to_dict()
 
 
@@ -139,7 +140,6 @@ def compress(
         warn_of_local_base(compressed, adapter)
     plan = Converted.of(compressed).plan
     view.show(plan)
-    held_out(plan.made_by)
     if heads := plan.made_by.get("retrieval_heads"):
         view.show(f"retrieval heads: {', '.join(f'{name} {head}' for name, own in heads.items() for head in own)}")
     for kind, path in kinds.items():

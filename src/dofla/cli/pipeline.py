@@ -173,6 +173,7 @@ def distill(
     if adapter.exists():
         raise DoflaError(f"{adapter} exists already: this distillation is finished; choose another folder")
     view = current_view()
+    view.resumes = out
     wanted = Plan.load(plan)
     opened, tokenizer = open_original(model, device=device, **opening)
     linearize(opened, wanted, seed=settings.get("seed", 0))
@@ -243,6 +244,7 @@ def _run(recipes: dict[str, Any], out: Path, device: str | None) -> dict[str, An
     from dofla.storage.rank import is_main_process
 
     results, view = dict[str, Any](), current_view()
+    view.resumes = out
     for name, recipe in recipes.items():
         recipe.device = device or recipe.device
         if name:

@@ -13,6 +13,7 @@ from dofla.cli.verb import current_view
 
 NAMES = "1, 2, scale, error-curve, 4, 5, 7, 11, 12, heads, 3, 6"
 """Names of the tables in :data:`dofla.paper.TABLES`."""
+_SMALL = "scale small: too small to rank methods"
 
 
 def reproduce(
@@ -43,7 +44,9 @@ def reproduce(
     words += ["--device", device] if device else []
     words += [word for setting in changes for word in ("--set", setting)]
     view = current_view()
-    made = make_tables(study, table or ["all"], folder, command=" ".join(map(_quoted, words)), view=view)
+    view.resumes = folder
+    command, notes = " ".join(map(_quoted, words)), [_SMALL] if scale == "small" else []
+    made = make_tables(study, table or ["all"], folder, command=command, notes=notes, view=view)
     written("tables (Markdown and JSON)", folder / "tables")
     return {"folder": folder, "tables": [one.to_dict() for one in made]}
 

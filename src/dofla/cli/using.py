@@ -28,7 +28,7 @@ from dofla.cli.options import (
 )
 from dofla.cli.settings import Function
 from dofla.cli.verb import current_view
-from dofla.errors import DoflaError, about, check_numbers
+from dofla.errors import DoflaError, about, check_choice, check_numbers
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -36,10 +36,22 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
+def _split(name: str | None) -> str | None:
+    if name is not None:
+        check_choice("split", name, ("all", "validation", "train"))
+    return name
+
+
 def evaluate(
     model: CompressedModel,
-    data: Annotated[
-        str | None, typer.Option(help=f"Evaluation text, its held-out part: {DATA}.", callback=source)
+    data: Annotated[str | None, typer.Option(help=f"Evaluation text: {DATA}.", callback=source)] = None,
+    split: Annotated[
+        str | None,
+        typer.Option(
+            help="Part of the text: all, validation (held out) or train; default: all, or validation of a text that "
+            "the model may have been made from.",
+            callback=_split,
+        ),
     ] = None,
     tasks: Annotated[
         str | None, typer.Option(help="Tasks, comma-separated: JSONL files of multiple choice, or lm-eval names.")
@@ -56,9 +68,10 @@ def evaluate(
 ) -> dict[str, Any]:
     """Compare a compressed model with its original.
 
-    Reads held-out text, does tasks, or both.
+    Reads text, does tasks, or both.
     """
     from dofla.evaluation import evaluate as measure
+    from dofla.integration.converted import Converted
     from dofla.integration.surgery import describe
     from dofla.runs.opening import open_converted
     from dofla.storage.files import write_json
@@ -72,7 +85,9 @@ def evaluate(
     figures: dict[str, Any] = {}
     if data is not None:
         cut = {**text, "length": length, "windows": windows}
-        tokens = windows_from(data, opened, tokenizer, cut, "validation")
+        made_from = data in ("demo", "self") or Converted.of(opened).record.may_have_read(data)
+        split = split or ("validation" if made_from else "all")
+        tokens = windows_from(data, opened, tokenizer, cut, split)
         with view.progress("evaluate") as progress:
             result = measure(opened, tokens, progress=progress, **settings)
         view.show(*result.parts(**showing))

@@ -6,7 +6,8 @@ import inspect
 import json
 import logging
 import re
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, fields
@@ -80,6 +81,10 @@ class Verb(TyperCommand):
         super().format_help(ctx, formatter)
 
 
+class No(dict[str, Any]):
+    """A result which says that something is not so: the command prints it, and exits with 1."""
+
+
 def verb(function: Callable[..., dict[str, Any]]) -> Callable[..., None]:
     """A function as a verb: it gets :data:`OPTIONS`, and what it returns is what ``--json`` prints.
 
@@ -99,10 +104,17 @@ def verb(function: Callable[..., dict[str, Any]]) -> Callable[..., None]:
             _check(name.replace("_", "-"), value)
         changes = given.pop("set", None) or []
         given |= dict.fromkeys(sections, changes) if sections else settings.read(changes, _check)
-        with _showing(manner):
-            result = function(**given)
+        try:
+            with _showing(manner):
+                result = function(**given)
+        except KeyboardInterrupt:
+            if is_main_process():
+                print("dofla: interrupted", *_kept(given), file=sys.stderr)
+            raise typer.Exit(130) from None
         if manner.json and is_main_process():
             print(json.dumps(plain(result), indent=2, ensure_ascii=False, allow_nan=False))
+        if isinstance(result, No):
+            raise typer.Exit(1)
 
     hints = get_type_hints(function, include_extras=True)
     kind = inspect.Parameter.KEYWORD_ONLY
@@ -122,6 +134,18 @@ def verb(function: Callable[..., dict[str, Any]]) -> Callable[..., None]:
     if functions or sections:
         command.fields = next(iter(sections.values()), settings)  # type: ignore[attr-defined] # Verb reads it
     return command
+
+
+def _kept(given: Mapping[str, Any]) -> Iterator[str]:
+    """Words on what an interrupted verb has written; none of one that writes nothing."""
+    resumes = current_view().resumes
+    places = [path for name in ("out", "adapter") if (path := given.get(name)) and path.exists()]
+    if resumes is not None and resumes.exists():
+        yield f"({resumes} has what was finished: the same command goes on from there)"
+    elif written := [str(path) for path in places if path.is_file() or any(path.iterdir())]:
+        yield f"({' and '.join(written)} was written already)"
+    elif {"out", "adapter"} & given.keys():
+        yield "(nothing was written)"
 
 
 def _check(name: str, value: Any) -> None:

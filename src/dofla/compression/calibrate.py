@@ -15,7 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from dofla.compression.calibration import Calibration
 from dofla.compression.directions import measure_directions
 from dofla.compression.eviction_cost import eviction_costs
-from dofla.compression.head_budgets import HeadBudgets, divide, held_out_line
+from dofla.compression.head_budgets import HeadBudgets, divide
 from dofla.compression.plan import bytes_for, compressed_plan, even_bytes
 from dofla.compression.retrieval import needles_among, rank_heads
 from dofla.compression.target import Target
@@ -31,6 +31,7 @@ from dofla.integration.reading import windows_for
 from dofla.integration.recorder import evaluation_mode
 from dofla.integration.surgery import convert, original, restore
 from dofla.integration.wrapped import unwraps_its_model
+from dofla.plans.plan import held_out_line
 from dofla.storage.defaults import with_torchs_defaults
 
 logger = logging.getLogger(__name__)

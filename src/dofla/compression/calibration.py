@@ -14,12 +14,13 @@ from torch import Tensor
 
 from dofla.attention import Moments
 from dofla.compression.directions import Directions
-from dofla.compression.head_budgets import HeadBudgets, held_out_line
+from dofla.compression.head_budgets import HeadBudgets
 from dofla.compression.retrieval import Head, by_layer
 from dofla.compression.target import Target
 from dofla.display import Part, Result, table
 from dofla.errors import DoflaError
 from dofla.integration.attaching import AttachedLayer
+from dofla.plans.plan import held_out_line
 from dofla.storage.tensors import read_tensors, write_tensors
 
 logger = logging.getLogger(__name__)

@@ -111,9 +111,10 @@ def with_calibration(
 ) -> PreTrainedModel:
     """The model compressed to so many bytes, in place and untried."""
     plan = compressed_plan(target, size, head_budgets=calibration.head_budgets(retrieval_heads), prefill=prefill)
-    convert(model, plan, sites=target.sites)
+    converted = Converted.of(convert(model, plan, sites=target.sites))
+    converted.record.add_calibration(calibration.made_by)
     try:
-        calibration.apply(Converted.of(model).layers)
+        calibration.apply(converted.layers)
     except BaseException:
         restore(model)
         raise

@@ -92,13 +92,6 @@ def divide(sizes: Mapping[str, float], costs: Mapping[str, Sequence[float]]) -> 
     return {name: [spare * chosen[name, head].share for head in range(len(own))] for name, own in costs.items()}
 
 
-def held_out_line(held_out: Mapping[str, float]) -> str:
-    """A line that says how measured and even head budgets compare on held-out windows."""
-    measured, even = held_out["measured"], held_out["even"]
-    kept = "even" if measured > even else "measured"
-    return f"KL on held-out windows: {measured:.4f} measured, {even:.4f} even: {kept} budgets are kept"
-
-
 @dataclass(frozen=True)
 class _Choice:
     share: float

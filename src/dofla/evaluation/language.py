@@ -13,6 +13,8 @@ from dofla.evaluation.sides import counted, of_both
 from dofla.integration.offload import device_of
 from dofla.integration.recorder import fed
 
+LEAST_WINDOWS = 4
+"""Fewer windows than these say nothing about how much other windows would differ: their loss has no interval."""
 _POSITIONS_AT_A_TIME = 8
 
 
@@ -23,7 +25,7 @@ class LanguageFigures(TypedDict):
     original_loss: float
     loss: float
     loss_increase: float
-    loss_increase_interval: list[float]
+    loss_increase_interval: list[float] | None
     kl: float
     top1_agreement: float
 
@@ -38,7 +40,8 @@ def next_token_figures(
     progress: Callable[[int, int], None] | None = None,
 ) -> LanguageFigures:
     """Loss of original and converted model, loss increase, divergence and agreement, per token, as
-    :class:`dofla.Evaluation` describes them; ``progress`` is called with (done, total) batches.
+    :class:`dofla.Evaluation` describes them; ``progress`` is called with (done, total) batches. Below
+    :data:`LEAST_WINDOWS` there is no interval.
 
     Raises:
         DoflaError: if the windows hold one token each, or the model's logits are not finite.
@@ -53,12 +56,15 @@ def next_token_figures(
     sums = torch.cat(rows).double().cpu()  # [windows, 5]: tokens, original, model, kl, agreement
     tokens = sums[:, 0].sum()
     original_loss, loss, kl, agreement = (sums[:, 1:].sum(dim=0) / tokens).tolist()
+    interval = None
+    if len(windows) >= LEAST_WINDOWS:
+        interval = bootstrap_interval(sums[:, 2] - sums[:, 1], sums[:, 0], seed=seed)
     return {
         "tokens": int(tokens),
         "original_loss": original_loss,
         "loss": loss,
         "loss_increase": loss - original_loss,
-        "loss_increase_interval": bootstrap_interval(sums[:, 2] - sums[:, 1], sums[:, 0], seed=seed),
+        "loss_increase_interval": interval,
         "kl": kl,
         "top1_agreement": agreement,
     }

@@ -43,7 +43,7 @@ class Evaluation(Result):
         tokens: predicted.
         original_loss, loss: next-token loss, nats per token.
         loss_increase: the model's loss less the original's, nats per token.
-        loss_increase_interval: of 95 %, bootstrap over windows.
+        loss_increase_interval: of 95 %, bootstrap over windows; None of fewer than four windows.
         kl: KL(original ‖ model) of the next-token distributions, nats.
         top1_agreement: share of positions where both find the same token likeliest.
         cosine: mean similarity between both models' embeddings of the same input.
@@ -102,10 +102,10 @@ class Evaluation(Result):
         yield ""
         shown = table("", "", show_header=False)
         shown.columns[1].justify = "left"
-        ends = " to ".join(map(figure, interval))
-        shown.add_row("loss increase, nats per token", f"{figure(increase)} (95 % interval {ends})")
-        ends = " to ".join(map(perplexity, interval))
-        shown.add_row("perplexity increase", f"{perplexity(increase)} ({ends})")
+        within = "" if interval is None else f" (95 % interval {' to '.join(map(figure, interval))})"
+        shown.add_row("loss increase, nats per token", f"{figure(increase)}{within}")
+        within = "" if interval is None else f" ({' to '.join(map(perplexity, interval))})"
+        shown.add_row("perplexity increase", f"{perplexity(increase)}{within}")
         shown.add_row("KL divergence, nats per token", figure(figures["kl"]))
         shown.add_row("same likeliest token", f"{100 * figures['top1_agreement']:.1f} %")
         yield shown

@@ -19,8 +19,13 @@ _BETTER = (
 )
 
 
+def worst_of(increase: float, interval: Sequence[float] | None) -> float:
+    """The upper end of the interval of a loss increase, or the increase itself where too few windows have none."""
+    return increase if interval is None else interval[1]
+
+
 def level(worst: float) -> str:
-    """``use``, ``care`` or ``no``, by the upper end of the interval; NaN is ``no``."""
+    """``use``, ``care`` or ``no``, by what :func:`worst_of` says; NaN is ``no``."""
     close, usable = LOSSES
     return "use" if worst <= close else "care" if worst <= usable else "no"
 
@@ -31,12 +36,15 @@ def likeness_level(worst: float) -> str:
     return "use" if worst >= close else "care" if worst >= usable else "no"
 
 
-def verdict(increase: float, interval: Sequence[float], smaller: str, length: int) -> str:
+def verdict(increase: float, interval: Sequence[float] | None, smaller: str, length: int) -> str:
     """One sentence on an increase of the loss in nats per token, with its interval, beside the memory it saves:
-    ``smaller`` says how the caches compare at ``length`` tokens."""
-    if interval[1] < 0:
+    ``smaller`` says how the caches compare at ``length`` tokens. A second one, where too few windows were read for an
+    interval."""
+    if interval is not None and interval[1] < 0:
         return _BETTER
-    return f"{_WORDS[level(interval[1])]}: perplexity {perplexity(increase)}, cache {smaller} at {length:,} tokens."
+    words = _WORDS[level(worst_of(increase, interval))]
+    unsure = " So few windows have no 95 % interval: give more." if interval is None else ""
+    return f"{words}: perplexity {perplexity(increase)}, cache {smaller} at {length:,} tokens.{unsure}"
 
 
 def embedding_words(likeness: float) -> str:

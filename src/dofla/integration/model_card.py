@@ -13,7 +13,7 @@ from transformers.models.auto import modeling_auto
 import dofla
 from dofla.display import factor
 from dofla.integration.record import Figure, Record
-from dofla.plans.plan import Plan
+from dofla.plans.plan import Plan, held_out_line
 from dofla.storage.files import replacing
 
 README = "README.md"
@@ -94,6 +94,7 @@ def model_card(plan: Plan, record: Record, *, adapter: bool, name: str, tags: Se
         compressed=bool(plan.compressed),
         bits=_range([layer.bits for layer in plan.compressed]) if plan.compressed else "",
         record=record,
+        measured="head_budgets" in plan.made_by,
         state=_size(state),
         cache=_size(plan.softmax_bytes(_CONTEXT, dtype)),
         grows=len(plan.converted) < len(plan.layers),
@@ -136,7 +137,7 @@ def _made_by(plan: Plan) -> Iterator[str]:
             yield f"size {_size(value)}"
         elif key == "retrieval_heads":
             yield f"{sum(map(len, value.values()))} retrieval heads"
-        elif key != "normalization":
+        elif key not in ("normalization", "held_out"):
             yield f"{key} {value}"
 
 
@@ -164,6 +165,8 @@ def _plan_lines(plan: Plan) -> Iterator[str]:
         yield f"Feature map: {', '.join(sorted(kinds))}."
     if made_by := _cell(", ".join(_made_by(plan))):
         yield f"Made with {made_by}."
+    if plan.compressed and "held_out" in plan.made_by:
+        yield f"{held_out_line(plan.made_by['held_out'])}."
 
 
 def _range(numbers: Sequence[float]) -> str:

@@ -23,6 +23,8 @@ from dofla.storage.files import read_json, write_json
 RECORD = "record.json"
 _LARGEST = 300.0
 """Nats, whose exponential is still a number."""
+_NAMELESS = re.compile(r"^tensor\b|texts in memory|and \d+ more \(")
+"""In what is said of a text, where it does not say of which files that was."""
 
 
 @dataclass
@@ -59,6 +61,7 @@ class Record:
     model_class: str = ""
     dtype: str = ""
     datasets: list[str] = field(default_factory=list)  # names on the hub of what the model was trained on
+    calibration: str = ""  # the text that its compressed cache was calibrated on, and how many tokens of it
     training: list[Training] = field(default_factory=list)
     figures: list[Figure] = field(default_factory=list)
 
@@ -79,6 +82,18 @@ class Record:
         dataset = dataset_name(windows.source)
         if dataset and dataset not in self.datasets:
             self.datasets.append(dataset)
+
+    def add_calibration(self, made_by: Mapping[str, Any]) -> None:
+        """Take a calibration, by its ``source`` and its number of ``tokens``."""
+        if "source" in made_by:
+            self.calibration = f"{without_folders(made_by['source'])}, {made_by['tokens']:,} tokens"
+
+    def may_have_read(self, source: str) -> bool:
+        """True unless it is known what the model was made from, and that this was other text than ``source``."""
+        read = list(filter(None, [self.calibration, *(training.text for training in self.training)]))
+        name = re.escape(Path(source).name.removesuffix("@train"))
+        same = re.compile(rf"(^|[ /]){name}(@train)?( \(|,)")
+        return not read or any(_NAMELESS.search(text) or same.search(text) for text in read)
 
     def add_figures(self, figures: Mapping[str, Any], command: str | None = None) -> None:
         """Take the figures of an evaluation; those of the same metric on the same text are replaced. DoflaError if

@@ -76,6 +76,11 @@ class Bench:
         return ("language", "loss_increase") if self.is_language_model else ("embeddings", "cosine")
 
     @property
+    def quality_title(self) -> str:
+        """Name of this figure in tables."""
+        return self.quality[1].replace("_", " ")
+
+    @property
     def losses(self) -> list[str]:
         """Losses of the paper that this model can be trained by."""
         return [loss for loss in LOSSES if self._has(loss)]

@@ -83,12 +83,12 @@ def scale_of_dof(bench: Bench) -> Table:
             rows.append([normalization, f"2^{exponent}", *figures, widest, alike, quality])
     return Table(
         "What the scale of the Gram matrix and λ do",
-        ["normalization", "λ", "least DoF", "median", "largest", "widest layer", "rank agreement", key],
+        ["normalization", "λ", "least DoF", "median", "largest", "widest layer", "rank agreement", bench.quality_title],
         rows,
         notes=[
             "normalization: unit trace; largest eigenvalue 1; divided by J; none, as printed in Algorithm 1",
             "widest layer: its features under DoF at this study's budget; rank agreement: Spearman's correlation over "
-            f"layers with λ = {bench.study.lam:.3g}, {profile.normalization}; {key}: of students trained with the "
-            "softmax loss under that allocation, at equal cost",
+            f"layers with λ = {bench.study.lam:.3g}, {profile.normalization}; {bench.quality_title}: of students "
+            "trained with the softmax loss under that allocation, at equal cost",
         ],
     )

@@ -95,7 +95,7 @@ def _correlations(bench: Bench) -> tuple[dict[str, float], str]:
     titles = {"kernel_error": "L2 error of the kernel", "kl": "attention KL", "output_error": "attention output error"}
     values = {name: rank_correlation([_layer_mean(runs, name).mean for runs in several], quality) for name in titles}
     shown = ", ".join(f"{titles[name]} {value:.2f}" for name, value in values.items())
-    return values, f"rank correlation with the {key} over the {len(chosen)} trained students: {shown}"
+    return values, f"rank correlation with the {bench.quality_title} over the {len(chosen)} trained students: {shown}"
 
 
 def heads(bench: Bench) -> Table:
@@ -109,7 +109,7 @@ def heads(bench: Bench) -> Table:
         rows.append([title, per_seed(several, *bench.quality), _layer_mean(several, "kl"), _state(several)])
     return Table(
         "Features per layer by the largest, the mean, a quantile of its heads; and per head",
-        ["model", bench.quality[-1], "attention KL", "state"],
+        ["model", bench.quality_title, "attention KL", "state"],
         rows,
         notes=["softmax loss; the reviewers asked for the mean and for numbers per head, the paper has the largest"],
     )

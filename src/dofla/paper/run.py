@@ -36,7 +36,13 @@ _LANGUAGE_ONLY = ("3", "6")
 
 
 def reproduce(
-    study: Study, tables: Sequence[str], folder: str | Path, *, command: str = "", view: View | None = None
+    study: Study,
+    tables: Sequence[str],
+    folder: str | Path,
+    *,
+    command: str = "",
+    notes: Sequence[str] = (),
+    view: View | None = None,
 ) -> list[Table]:
     """Make tables of arXiv 2507.03340 for a model, and write them to ``folder``.
 
@@ -45,6 +51,7 @@ def reproduce(
         tables: names in :data:`TABLES`, or ``all``.
         folder: new, or of an earlier run of the same study: what was measured there is not measured again.
         command: what was typed, with ``{table}`` for the table; each table shows it.
+        notes: that each table ends with.
         view: where progress and tables go; silent by default.
 
     Raises:
@@ -55,10 +62,12 @@ def reproduce(
     if unknown:
         raise DoflaError(f"unknown table {unknown[0]!r}: choose from {', '.join(TABLES)}, or all")
     with locked(folder):
-        return _make(study, tables, Path(folder), command, view or View(quiet=True))
+        return _make(study, tables, Path(folder), command, notes, view or View(quiet=True))
 
 
-def _make(study: Study, tables: Sequence[str], folder: Path, command: str, view: View) -> list[Table]:
+def _make(
+    study: Study, tables: Sequence[str], folder: Path, command: str, notes: Sequence[str], view: View
+) -> list[Table]:
     bench = Bench(study, folder, view)
     chosen = [name for name in TABLES if name in tables or "all" in tables]
     if not bench.is_language_model:
@@ -70,6 +79,7 @@ def _make(study: Study, tables: Sequence[str], folder: Path, command: str, view:
         bench.begin()
         table = TABLES[name](bench)
         table.key, table.seconds, table.command = name, bench.seconds, command.format(table=name)
+        table.notes += notes
         _write(folder / "tables", f"table-{name}" if name.isdecimal() else name, table)
         show(view, table)
         made.append(table)

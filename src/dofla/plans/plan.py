@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,13 @@ PREFILLS = ("auto", "exact", "sequential")
 """Ways in which several tokens enter a compressed cache: ``exact``, they attend exactly to the cache and to one
 another, and those to retain are selected at the end of the call; ``sequential``, one after the other, as decoding goes
 on; ``auto``, exact on a GPU, where it is faster, and sequential on a CPU."""
+
+
+def held_out_line(held_out: Mapping[str, float]) -> str:
+    """A line that says how measured and even head budgets compare on held-out windows."""
+    measured, even = held_out["measured"], held_out["even"]
+    kept = "even" if measured > even else "measured"
+    return f"KL on held-out windows: {measured:.2g} measured, {even:.2g} even: {kept} budgets are kept"
 
 
 def check_prefill(prefill: str) -> None:
@@ -86,14 +95,15 @@ class Plan(Result):
         return sum(layer.softmax_bytes(length, dtype.itemsize) for layer in kept)
 
     def parts(self) -> Iterator[Part]:
-        """The sizes of the layers as tables, those in a row that are alike together, and the bytes of all."""
+        """The sizes of the layers as tables, those with equal compressed caches in one row, and the bytes of all."""
         if self.compressed:
             tier = "3-bit tier" if all(layer.bits == 3 for layer in self.compressed) else "tier"
-            shown = table("layer", "window", "sinks", tier, gap=1, widest=40)
-            for names, layer in _runs(self.compressed):
-                shown.add_row(names, *layer.ranges.values())
+            shown = table("attention", "layers", "window", "sinks", tier, widest=30)
+            shown.columns[1].no_wrap = False
+            for name, numbers, layer in _alike(self.compressed):
+                shown.add_row(name, numbers, *layer.ranges.values())
             yield shown
-            yield "tokens per KV head; the window and the sinks are in int8"
+            yield "tokens per KV head, from least to most; the window and the sinks are in int8"
         if self.linear:
             most = max(max(x.features_per_head) for x in self.linear)
             shown = table("layer", "features", "window", "sinks", "", gap=1, widest=30)
@@ -107,6 +117,8 @@ class Plan(Result):
         # Exact tokens of feature layers may be in the model's dtype, which a plan does not know.
         depends = any(layer.token_dtype == "model" and any(w or s for _, w, s in layer.sizes) for layer in self.linear)
         yield f"KV cache per sequence: {size(self.state_bytes())}{' in float32' if depends else ''}, {context}"
+        if self.compressed and "held_out" in self.made_by:
+            yield held_out_line(self.made_by["held_out"])
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, one short entry per layer."""
@@ -151,12 +163,19 @@ class Plan(Result):
         return cls.from_dict(read_json(path, "a plan"), str(path))
 
 
-def _runs(layers: Sequence[CompressedLayer]) -> Iterator[tuple[str, CompressedLayer]]:
-    """Layers of equal sizes that follow one another, by the first and last of their names."""
-    run: list[CompressedLayer] = []
-    for layer in [*layers, None]:
-        if run and (layer is None or layer.sizes != run[0].sizes):
-            yield run[0].name + (f" to {run[-1].name}" if len(run) > 1 else ""), run[0]
-            run = []
-        if layer is not None:
-            run.append(layer)
+def _alike(layers: Sequence[CompressedLayer]) -> Iterator[tuple[str, str, CompressedLayer]]:
+    """One of the layers of equal sizes, with what their names have in common and the numbers in these."""
+    groups: dict[tuple, list[CompressedLayer]] = {}
+    for layer in layers:
+        name = re.sub(r"\d+", "*", layer.name)
+        groups.setdefault((name if name.count("*") == 1 else layer.name, *layer.ranges.items()), []).append(layer)
+    for (name, *_), own in groups.items():
+        numbers = re.findall(r"\d+", " ".join(layer.name for layer in own)) if "*" in name else []
+        yield name, _spans([int(number) for number in numbers]), own[0]
+
+
+def _spans(numbers: Sequence[int]) -> str:
+    """Rising numbers, those that follow one another by the first and last of them: ``1, 4, 10-13``."""
+    runs = groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0])
+    ends = [[number for _, number in run] for _, run in runs]
+    return ", ".join(f"{run[0]}" if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in ends)

@@ -28,6 +28,11 @@ class Chart:
     spec: dict[str, Any]
 
 
+def ends(interval: Sequence[float] | None) -> Row:
+    """The ends of the interval of a loss increase, as a part of a row; empty without one."""
+    return {} if interval is None else {"low": interval[0], "high": interval[1]}
+
+
 def loss_against_bytes(
     rows: Sequence[Row],
     labels: Sequence[str],
@@ -41,7 +46,7 @@ def loss_against_bytes(
     above.
 
     Args:
-        rows: ``bytes``, ``length`` in tokens, and what ``field`` and ``by`` name; with ``loss``, ``low`` and ``high``.
+        rows: ``bytes``, ``length`` in tokens, and what ``field`` and ``by`` name; with ``loss``, its :func:`ends`.
         labels: all values of ``by``, in order.
         field: ``loss`` or ``kl``.
         by: the field that has a color for each of its values.
@@ -57,7 +62,7 @@ def loss_against_bytes(
     tooltip = [f"{by}:N", _count("length", "tokens"), _number("bytes", f"cache, {unit}"), _number(field, title)]
     marks = base.encode(y=alt.Y(f"{field}:Q", **up))
     layers = [marks.mark_line().encode(strokeDash=_dash("length:O", "tokens"))]
-    if field == "loss":
+    if field == "loss" and any("low" in row for row in rows):
         layers.append(base.mark_rule().encode(y=alt.Y("low:Q", **up), y2="high:Q"))
         tooltip += [_number("low", "95 % interval from"), _number("high", "to")]
     layers.append(marks.mark_point(filled=True, size=70, opacity=1).encode(tooltip=tooltip))

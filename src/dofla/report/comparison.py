@@ -9,7 +9,7 @@ from typing import TypeVar
 import torch
 
 from dofla.display import Part, factor, figure, size, table
-from dofla.evaluation.verdict import LIKENESS, LOSSES, embedding_words, level, likeness_level, verdict
+from dofla.evaluation.verdict import LIKENESS, LOSSES, embedding_words, level, likeness_level, verdict, worst_of
 from dofla.plans.plan import Plan
 from dofla.report import charts
 from dofla.report.charts import ORIGINAL, Chart, Row
@@ -27,7 +27,8 @@ Models = Mapping[str, ModelRecord]
 _LEVELS = {"use": "close", "care": "worse", "no": "far"}
 _RULES = {
     "language": "Loss increase and KL are in nats per token. "
-    f"Close: the interval of the loss increase ends at {LOSSES[0]} or below; worse: at {LOSSES[1]} or below. "
+    f"Close: the interval of the loss increase ends at {LOSSES[0]} or below; worse: at {LOSSES[1]} or below; the "
+    "increase itself, where too few windows have no interval. "
     "Smaller from: the context from which on the cache is smaller than the original's.",
     "embeddings": f"Close: cosine and rank correlation are {LIKENESS[0]} or more; worse: {LIKENESS[1]} or more.",
 }
@@ -129,9 +130,9 @@ def _cells(model: ModelRecord) -> dict[str, str]:
     first, speed = model.evaluations[0], _crossing(model)
     if model.section == "language":
         cells = {
-            "verdict": _LEVELS[level(model.interval[1])],
+            "verdict": _LEVELS[level(worst_of(model.lost, model.interval))],
             "loss increase": _mean(model, "loss_increase"),
-            "95 % interval": " to ".join(map(figure, model.interval)),
+            "95 % interval": "none" if model.interval is None else " to ".join(map(figure, model.interval)),
             "KL": _mean(model, "kl"),
             "same likeliest token": f"{100 * model.figure('top1_agreement')['mean']:.1f} %",
             "cache": size(first["state_bytes"]),
@@ -188,9 +189,9 @@ def _charts(runs: Sequence[RunRecord], models: Models) -> list[Chart]:
 def _loss(model: ModelRecord) -> list[Row]:
     if model.section != "language":
         return []
-    first, (low, high) = model.evaluations[0], model.interval
+    first = model.evaluations[0]
     row = {"bytes": first["state_bytes"], "length": first["length"], "original": first["softmax_bytes"]}
-    return [row | {"loss": model.lost, "low": low, "high": high}]
+    return [row | {"loss": model.lost} | charts.ends(model.interval)]
 
 
 def _errors(model: ModelRecord) -> list[Row]:

@@ -43,10 +43,9 @@ def _charts(found: Frontier) -> list[Chart]:
             "bytes": x.bytes,
             "length": x.length,
             "loss": x.loss_increase,
-            "low": x.loss_increase_interval[0],
-            "high": x.loss_increase_interval[1],
             "kl": x.kl,
         }
+        | charts.ends(x.loss_increase_interval)
         for x in found.points
     ]
     shown: dict[str, Any] = {"by": "text", "caches": found.cache.values(), "target": found.target}

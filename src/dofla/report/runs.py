@@ -67,10 +67,10 @@ class ModelRecord:
             return self.figure("loss_increase")["mean"] if is_language_model else 1 - self.figure("cosine")["mean"]
 
     @property
-    def interval(self) -> list[float]:
-        """The 95 % interval of the loss increase, mean over seeds."""
-        ends = zip(*(x["language"]["loss_increase_interval"] for x in self.evaluations), strict=True)
-        return [statistics.fmean(end) for end in ends]
+    def interval(self) -> list[float] | None:
+        """The 95 % interval of the loss increase, mean over seeds; None if too few windows were read for one."""
+        intervals = [x["language"]["loss_increase_interval"] for x in self.evaluations]
+        return None if None in intervals else [statistics.fmean(ends) for ends in zip(*intervals, strict=True)]
 
     @property
     def likeness(self) -> float:

@@ -56,7 +56,7 @@ class Point:
         text: its name.
         length: of the windows, in tokens.
         loss_increase: model loss less original loss, nats per token.
-        loss_increase_interval: of 95 %, bootstrap over windows.
+        loss_increase_interval: of 95 %, bootstrap over windows; None of fewer than four windows.
         kl: KL(original ‖ model) of the next-token distributions, nats.
     """
 
@@ -65,7 +65,7 @@ class Point:
     text: str
     length: int
     loss_increase: float
-    loss_increase_interval: list[float]
+    loss_increase_interval: list[float] | None
     kl: float
 
     @property

@@ -4,6 +4,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from rich.console import Console
 from rich.text import Text
@@ -14,9 +15,11 @@ from dofla.display import Bar, Part, Result, showing
 
 class View:
     """A terminal: tables on standard output, progress on standard error; when quiet, neither. Without ``results``
-    something else goes to standard output, and no tables do."""
+    something else goes to standard output, and no tables do. ``resumes`` is the folder, if there is one, from which the
+    same command goes on after an interruption."""
 
     def __init__(self, quiet: bool = False, results: bool = True) -> None:
+        self.resumes: Path | None = None
         self.quiet, self._answers = quiet, results
         self.console = Console(quiet=quiet or not results, highlight=False, markup=False)
         self._status = Console(stderr=True, highlight=False, markup=False)
