@@ -105,8 +105,8 @@ Out = Annotated[Path, typer.Option(help="Folder to write; it must be new.", call
 
 Given = Any
 """Type of a verb's parameter that is filled by ``--set``; its default is the :class:`Function` that has the fields."""
-ORIGINAL = Function("runs/opening.py", "open_original")
-IN_MEMORY = Function("runs/opening.py", "open_original", ("offload",))
+ORIGINAL = Function("runs/opening.py", "open_converted", ("base_model",))
+IN_MEMORY = Function("runs/opening.py", "open_converted", ("base_model", "offload"))
 """For verbs that need gradients, or the weights themselves."""
 COMPRESSED = Function("runs/opening.py", "open_converted")
 DRAWS = Function("cli/options.py", "set_seed")

@@ -21,27 +21,16 @@ _SAMPLED = 4
 
 @dataclass(frozen=True)
 class Target:
-    """All that planning and calibrating know of a model and of what is asked for.
-
-    Attributes:
-        name: of the model.
-        kind: its class.
-        config: its config.
-        sites: its attention modules by name.
-        fingerprint: digest of the shapes of its attention modules and a few of their weights.
-        positions: that it has, if it says.
-        context: tokens that the cache is for; None: all positions.
-        keep_softmax: names of modules that are left as they are.
-    """
+    """All that planning and calibrating know of a model and of what is asked for."""
 
     name: str
-    kind: str
+    kind: str  # its class
     config: PreTrainedConfig
-    sites: Mapping[str, AttentionSite]
-    fingerprint: str
-    positions: int | None
-    context: int | None = None
-    keep_softmax: Collection[str] = ()
+    sites: Mapping[str, AttentionSite]  # its attention modules by name
+    fingerprint: str  # of the shapes of its attention modules and a few of their weights
+    positions: int | None  # that it has, if it says
+    context: int | None = None  # tokens that the cache is for; None: all positions
+    keep_softmax: Collection[str] = ()  # names of modules that are left as they are
 
     @classmethod
     def of(

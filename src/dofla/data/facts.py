@@ -32,18 +32,9 @@ class Facts:
     def among(
         cls, text: TokenWindows, tokenizer: PreTrainedTokenizerBase, length: int, count: int = 2, seed: int = 0
     ) -> Facts:
-        """Facts among windows of text, which stand one after the other in an order that is drawn for each document.
-
-        Args:
-            text: without padding.
-            tokenizer: whose vocabulary marks beginnings of words by a space.
-            length: tokens of a document; fewer where the text is shorter.
-            count: documents.
-            seed: of order, places and facts.
-
-        Raises:
-            DoflaError: padding; a vocabulary with too few words; no room for a fact.
-        """
+        """Facts among windows of text, which stand one after the other in an order that is drawn for each of ``count``
+        documents of ``length`` tokens, or fewer where the text is shorter. DoflaError for padding, a vocabulary with
+        too few words, and no room for a fact."""
         if text.attention_mask is not None:
             raise DoflaError("facts are told among whole windows: give text without padding")
         words, facts = list(one_token_words(tokenizer)), min(length, text.tokens) // _PER_FACT

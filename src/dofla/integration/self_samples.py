@@ -101,27 +101,11 @@ def self_sample(
 ) -> TokenWindows:
     """Windows of tokens drawn from the model, each starting with the tokenizer's separator.
 
-    Ancestral sampling from the model's distribution: the top-k, penalties and the like that a checkpoint carries for
-    chatting are not applied, and an end-of-text token does not end a window, since text packed into windows has them
-    inside. Same seed, batch size and machine: same windows. The global random state, the model's mode and its
-    generation settings are left as they were.
-
-    Args:
-        model: a causal language model; of a converted model, the softmax model it was is sampled from.
-        tokenizer: the model's.
-        count: windows.
-        length: tokens of each.
-        seed: of the draws.
-        batch_size: windows that are drawn at a time.
-        temperature: of the distribution; 1 is the model's own.
-        progress: as for :func:`dofla.token_windows`.
-
-    Returns:
-        Windows [count, length] on the CPU.
-
-    Raises:
-        DoflaError: not a causal language model; ``length`` above its positions; no token to start from; count or
-            batch_size < 1, length < 2, temperature ≤ 0.
+    Ancestral sampling from the distribution of the model, or of the original of a converted one: the top-k, penalties
+    and the like that a checkpoint carries for chatting are not applied, and an end-of-text token does not end a window,
+    since text packed into windows has them inside. Same seed, batch size and machine: same windows. The global random
+    state, the model's mode and its generation settings are left as they were. DoflaError for a model that generates no
+    text, too long windows, and numbers that make no sense.
     """
     start = _checked_start(model, separator_id(tokenizer), count, length, batch_size, temperature)
     counter = _Counter(progress, length * math.ceil(count / batch_size)) if callable(progress) else None

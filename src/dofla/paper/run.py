@@ -44,19 +44,10 @@ def reproduce(
     notes: Sequence[str] = (),
     view: View | None = None,
 ) -> list[Table]:
-    """Make tables of arXiv 2507.03340 for a model, and write them to ``folder``.
-
-    Args:
-        study: of the model.
-        tables: names in :data:`TABLES`, or ``all``.
-        folder: new, or of an earlier run of the same study: what was measured there is not measured again.
-        command: what was typed, with ``{table}`` for the table; each table shows it.
-        notes: that each table ends with.
-        view: where progress and tables go; silent by default.
-
-    Raises:
-        DoflaError: an unknown table, one that asks for next tokens of an encoder, bad input of any kind, or a folder
-            that another process works in.
+    """Make tables of arXiv 2507.03340 for a model, by their names in :data:`TABLES` or ``all``, and write them to a
+    folder: new, or of an earlier run of the same study, of which nothing is measured again. Each table shows the
+    ``command``, with ``{table}`` for the table, and ends with the ``notes``. DoflaError for an unknown table, one that
+    asks for next tokens of an encoder, bad input, or a folder that another process works in.
     """
     unknown = [name for name in tables if name not in (*TABLES, "all")]
     if unknown:

@@ -6,31 +6,7 @@ directly. Here candidates come from a proposal r, and M of them are chosen with 
 φ(y; z) estimates K(x, y). λ is relative to tr Σ throughout, and everything is a logarithm: in real heads s|x|²
 exceeds 100.
 
-The proposal
-------------
-φ(x; z)² is K(x, x) times the density of N(2√s·x, I) relative to N(0, I). As l_λ(z) ≤ (1/λ) (1/J) Σ_j φ(x_j; z)², the
-mixture of these Gaussians with shares proportional to K(x_j, x_j) has w ≤ tr Σ / λ everywhere: no candidate outweighs
-the others without limit, however long the vectors. (The centers √s·(x_i + x_j) of the products φ(x_i; z) φ(x_j; z)
-need no Gaussians of their own, since φ_i φ_j ≤ (φ_i² + φ_j²) / 2.) Shares proportional to the ridge leverage of the
-vectors, h_j = [Σ(Σ + λI)⁻¹]_jj with Σ_j h_j = N*_λ, are closer to q_λ still. The proposal `data` takes those, and
-N(0, I) for an eighth; on real heads the candidates from the Gaussians at the data weigh nearly the same, those from
-N(0, I) nothing, and the effective number (Σw)² / Σw² is .83 to .91 C. `gaussian`, N(0, I) alone, has no bound, and
-E_z[w²] holds terms of the order exp(4 s|x|²): where the largest s|x|² is 20 or more, the effective number of 4096
-candidates is below ten.
-
-The bias
---------
-Over the choice, the mean of the estimate is N*_λ / Ñ times what importance sampling from r with all C candidates would
-give; Ñ, the mean of w, is their own estimate of N*_λ. With alpha = Ñ / l_λ the estimate would be unbiased for every C.
-With N*_λ, taken here, it is biased by a factor common to all pairs (x, y), which tends to one as C grows (about 1 %
-for `data` and C = 4096) and cancels when rows of attention are normalized. On real heads the errors of the two are
-alike.
-
-What it is not
---------------
-q_λ belongs to the empirical ρ. The kernel of a hot head lives on its few longest vectors, and the features sit there:
-they approximate K at the vectors they were drawn for, not at fresh ones, and they say little of the rows of shorter
-queries (`dofla.paper.error_curve` measures both).
+The proposal, the bias of the estimate and its limits: docs/maths/spending.md, "Features drawn by leverage".
 """
 
 import math
@@ -58,21 +34,10 @@ def leverage_features(
 ) -> tuple[Tensor, Tensor]:
     """Directions z from q_λ and their weights 1 / q_λ, for the kernel exp(scaling · x·y) of one head.
 
-    Args:
-        vectors: [J, d] queries and keys; their empirical distribution is ρ.
-        scaling: the factor of the kernel's exponent.
-        features: M, how many to draw. The choice is systematic: a candidate of weight w is taken ⌊Mw/Σw⌋ or ⌈Mw/Σw⌉
-            times, so some z may repeat. The order is random: the first of them are a smaller draw.
-        lam: λ, positive, relative to tr Σ.
-        candidates: C, drawn from the proposal.
-        proposal: a name in :data:`PROPOSALS`.
-        generator: on the CPU.
-
-    Returns:
-        z [M, d] and log alpha [M], both float64 on the CPU.
-
-    Raises:
-        DoflaError: a number out of range, an unknown proposal, vectors that are not a finite matrix.
+    The empirical distribution of the queries and keys in ``vectors`` [J, d] is ρ, and ``lam`` is λ relative to tr Σ. Of
+    ``candidates`` from the ``proposal``, one of weight w is taken ⌊Mw/Σw⌋ or ⌈Mw/Σw⌉ times for M ``features``, so some
+    z may repeat. Their order is random: the first of them are a smaller draw. Returns z [M, d] and log alpha [M], both
+    float64 on the CPU; DoflaError for a number out of range, or vectors that are no finite matrix.
     """
     if features < 1:
         raise DoflaError(f"features is {features}: draw 1 or more")

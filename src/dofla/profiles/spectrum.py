@@ -1,7 +1,5 @@
 """Spectra of what a head attends with, and their degrees of freedom (arXiv 2507.03340, section 3, Algorithm 1)."""
 
-from __future__ import annotations
-
 import math
 from contextlib import suppress
 from dataclasses import dataclass

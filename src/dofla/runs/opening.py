@@ -50,18 +50,8 @@ def windows_of(
 def open_original(
     name: str, dtype: str | None = None, device: str | None = None, offload: Path | None = None
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Model and tokenizer.
-
-    Args:
-        name: a folder, hub name, ``demo``, or ``package:NAME/FOLDER`` (inside an installed package).
-        dtype: ``float32``, ``bfloat16`` or ``float16``; default that of the checkpoint, or float32 on processors that
-            are slow in half precision.
-        device: see :func:`device_of`.
-        offload: folder for layers that do not fit in memory, which accelerate then places.
-
-    Raises:
-        DoflaError: no such model, tokenizer, dtype or device; a device with ``offload``.
-    """
+    """Model and tokenizer of a folder, hub name, ``demo``, or ``package:NAME/FOLDER`` (inside an installed package).
+    Arguments as of :func:`open_converted`."""
     path = packaged_path(name)
     logger.info("loading %s", path)
     check_original(path)

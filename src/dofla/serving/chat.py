@@ -1,7 +1,5 @@
 """A conversation with a model, compressed or not, whose cache is kept from turn to turn."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, TypeAlias, cast
 

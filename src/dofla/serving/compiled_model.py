@@ -1,7 +1,5 @@
 """Tokens from a compiled graph: ``generate`` of a compressed model, by torch.compile."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any

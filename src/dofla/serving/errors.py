@@ -1,7 +1,5 @@
 """Errors of requests, in the shape that OpenAI's API gives them."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import cast
 

@@ -1,7 +1,5 @@
 """Guard between clients and the server: who does not send the key is not let in, nor is what is too large."""
 
-from __future__ import annotations
-
 import hmac
 import re
 

@@ -1,7 +1,5 @@
 """transformers' handlers of requests, and the check of what they ask for."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Mapping
 from math import inf

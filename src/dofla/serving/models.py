@@ -1,7 +1,5 @@
 """The models that this room is given, and views of them."""
 
-from __future__ import annotations
-
 from copy import copy
 from typing import Any, TypeVar
 

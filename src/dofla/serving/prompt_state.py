@@ -1,7 +1,5 @@
 """A prompt's state on disk: read a long document once, then go on from there as often as one likes."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import fields, replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A compressed model in transformers' own server, whose requests and answers are OpenAI's."""
 
-from __future__ import annotations
-
 import logging
 import socket
 import threading

@@ -1,7 +1,5 @@
 """Conversations that a model continues: the cache after a text is kept for when the text returns, longer."""
 
-from __future__ import annotations
-
 import logging
 import sys
 import threading

@@ -1,7 +1,5 @@
 """Text that does not end: a state does not grow with it, and positions begin anew before they are used up."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel

@@ -1,7 +1,5 @@
 """Settings of vLLM that a compressed model needs."""
 
-from __future__ import annotations
-
 import logging
 
 from vllm.config import VllmConfig

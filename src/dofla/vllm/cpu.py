@@ -1,8 +1,6 @@
 """A gap of vLLM on CPUs (0.32): a block that a layer with a sliding window gets is not cleared. Its attention reads
 free slots as well, with weight 0, and what a compressed cache left there may be no number."""
 
-from __future__ import annotations
-
 from functools import wraps
 
 from torch import Tensor

@@ -1,7 +1,5 @@
 """A layer's attention through a compressed cache, whose states are pages of vLLM's cache."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 import torch

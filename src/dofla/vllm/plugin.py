@@ -1,7 +1,5 @@
 """The entry point of vLLM's plug-ins: it makes the models, the cache and the checkpoints of dofla known."""
 
-from __future__ import annotations
-
 from functools import wraps
 from typing import Any
 
