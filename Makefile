@@ -1,4 +1,4 @@
-# Two commands from a bare machine with Python 3.10 or newer: `make demo` and `make test`.
+# Two commands from a bare machine with Python 3.11 or newer: `make demo` and `make test`.
 PYTHON ?= python3
 VENV ?= .venv
 BIN = $(VENV)/bin

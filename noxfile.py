@@ -32,7 +32,7 @@ from pathlib import Path
 import nox
 
 HERE = Path(__file__).parent
-PYTHONS = ["3.10", "3.11", "3.12", "3.13"]
+PYTHONS = ["3.11", "3.12", "3.13"]
 QUICK_AND_SLOW = ["-m", "not long"]
 TEST_TOOLS = ["hypothesis", "psutil", "pytest"]
 TESTS = ["tests/integration", "tests/distillation", "tests/attention"]

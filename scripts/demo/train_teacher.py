@@ -13,7 +13,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Iterator
-from enum import Enum
+from enum import Enum, StrEnum
 from itertools import chain
 from pathlib import Path
 from random import Random
@@ -35,7 +35,7 @@ FIRST_MOST_VILLAGERS, MOST_VILLAGERS = 4, 9
 LONGEST_FILLER = 240
 
 
-class Arch(str, Enum):
+class Arch(StrEnum):
     llama = "llama"
     gpt_neox = "gpt_neox"
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from dofla.attention.constants import LOG_ZERO
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
+    from typing import Self
 
 
 def accumulable(t: Tensor) -> Tensor:

@@ -69,7 +69,7 @@ def _page(sections: Sequence[Section]) -> str:
         title=", ".join(dict.fromkeys(section.title for section in sections)),
         sections=sections,
         version=dofla.__version__,
-        today=datetime.datetime.now(tz=datetime.timezone.utc).date().isoformat(),
+        today=datetime.datetime.now(tz=datetime.UTC).date().isoformat(),
         runtime=Markup(vl_convert.javascript_bundle(vl_version=alt.SCHEMA_VERSION.lstrip("v").rpartition(".")[0])),
     )
 

@@ -16,7 +16,7 @@ from dofla.runs import DEMO, RECIPES
 from dofla.storage.fields import build
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
+    from typing import Self
 
 
 @dataclass
