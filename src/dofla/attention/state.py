@@ -13,15 +13,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
 from dofla.attention.constants import LOG_ZERO
-
-if TYPE_CHECKING:
-    from typing import Self
 
 
 def accumulable(t: Tensor) -> Tensor:

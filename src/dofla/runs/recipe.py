@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Self
 
 import yaml
 
@@ -14,9 +14,6 @@ from dofla.errors import DoflaError
 from dofla.profiles.tolerance import DEFAULT_LAMBDA
 from dofla.runs import DEMO, RECIPES
 from dofla.storage.fields import build
-
-if TYPE_CHECKING:
-    from typing import Self
 
 
 @dataclass
