@@ -1,7 +1,5 @@
 """Ctrl-C: one line that says what is kept, and exit code 130."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

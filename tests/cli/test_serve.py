@@ -1,7 +1,5 @@
 """``dofla serve``, started for real: OpenAI's client talks to it."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import re

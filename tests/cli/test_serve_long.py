@@ -1,7 +1,5 @@
 """A server that many clients use at once, and not all of them well: each gets what the model says to it alone."""
 
-from __future__ import annotations
-
 import http.client
 import json
 import multiprocessing

@@ -1,7 +1,5 @@
 """What a server answers to requests of all kinds."""
 
-from __future__ import annotations
-
 import base64
 import http.client
 import io

@@ -1,7 +1,5 @@
 """Sentence embeddings and rank correlation."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, settings

@@ -1,7 +1,5 @@
 """The record of a student: what is in it for each kind of model, and what it leaves behind."""
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import asdict, replace

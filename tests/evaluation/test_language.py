@@ -1,7 +1,5 @@
 """Next-token figures against the model's own loss."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
