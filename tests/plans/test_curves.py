@@ -230,8 +230,3 @@ def test_curves_of_another_format_are_to_be_measured_again(tmp_path, format):
     (tmp_path / "old.json").write_text(json.dumps(data))
     with pytest.raises(DoflaError, match=rf"old\.json holds no error curves .*format {format}, .*: measure them again"):
         Curves.load(tmp_path / "old.json")
-
-
-def test_a_file_says_its_format(tmp_path):
-    Curves([curve("a")], "teacher").save(tmp_path / "curves.json")
-    assert json.loads((tmp_path / "curves.json").read_text())["format"] == 2

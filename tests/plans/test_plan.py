@@ -23,16 +23,6 @@ def generated_cache(model, tokens, new_tokens):
         return model.generate(tokens, max_new_tokens=new_tokens, **options).past_key_values
 
 
-@pytest.mark.parametrize(("kind", "dtype"), [("llama", torch.float32), ("gpt2", torch.bfloat16)])
-def test_without_window_and_sinks_state_bytes_are_the_bytes_of_the_cache(tiny, kind, dtype):
-    model = getattr(tiny, kind)().to(dtype)
-    plan = tiny.plan(model, features=[11, 2] if kind == "llama" else 11)
-    dofla.linear.linearize(model, plan)
-    for batch, new_tokens in ((1, 2), (1, 9), (3, 2)):
-        cache = generated_cache(model, tiny.tokens(batch, 7), new_tokens)
-        assert cache_bytes(cache) == batch * plan.state_bytes(dtype)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("token_dtype", ["int8", "model"])
 @pytest.mark.parametrize("features", [6, [6, 3]])

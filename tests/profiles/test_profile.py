@@ -8,7 +8,7 @@ import pytest
 import torch
 from arithmetic import sum_error
 from safetensors.torch import load_file, save_file
-from students import student_of
+from students import everything, student_of
 
 import dofla
 from dofla.errors import DoflaError
@@ -82,47 +82,13 @@ def test_a_sample_is_uniform_over_keys_and_queries_of_a_stream_of_uneven_batches
 
 
 def test_a_sample_larger_than_the_stream_holds_every_key_and_one_query_per_token():
-    calls = [numbered_call(0, 2, 3, {1}), numbered_call(6, 1, 4, {6})]
+    calls = [numbered_call(0, 2, 3, {1}), numbered_call(6, 1, 4, {6}), numbered_call(10, 1, 3, {10, 11, 12})]
     for head, vectors in enumerate(sample(100, 0, calls)):
         kinds, tokens, heads = vectors.long().unbind(-1)
         real = [n for n in range(10) if n not in (1, 6)]
         assert sorted(tokens[kinds == 0].tolist()) == sorted(tokens[kinds == 1].tolist()) == real
         assert set(heads[kinds == 0].tolist()) == {head}
         assert set(heads[kinds == 1].tolist()) <= {head * SHARE + member for member in range(SHARE)}
-
-
-def test_a_batch_of_padding_only_changes_nothing():
-    calls = [numbered_call(0, 1, 4), numbered_call(4, 1, 3, {4, 5, 6})]
-    with_it, without = (sorted(sample(100, 0, some)[0].tolist()) for some in (calls, calls[:1]))
-    assert with_it == without
-
-
-def rotated(x: torch.Tensor, base: float) -> torch.Tensor:
-    """Rotary positions written out: pairs (i, i + d/2) of [B, H, L, d] turn by position · base^(-2i/d)."""
-    length, size = x.shape[-2:]
-    angle = torch.arange(length)[:, None] * base ** (-torch.arange(0, size, 2) / size)
-    left, right = x[..., : size // 2], x[..., size // 2 :]
-    return torch.cat([left * angle.cos() - right * angle.sin(), right * angle.cos() + left * angle.sin()], dim=-1)
-
-
-def projected_by_hand(model, tokens) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    """Queries and keys [B, H, L, d] after RoPE of each layer of a Llama, from the outputs of its projections."""
-    projections, hooks = {}, []
-    for name, module in model.named_modules():
-        if name.endswith(("q_proj", "k_proj")):
-            hooks.append(module.register_forward_hook(lambda m, i, out, name=name: projections.update({name: out})))
-    with torch.no_grad():
-        model(tokens)
-    for hook in hooks:
-        hook.remove()
-    result = {}
-    for n in range(model.config.num_hidden_layers):
-        name = f"model.layers.{n}.self_attn"
-        parts = (
-            projections[f"{name}.{which}"].unflatten(-1, (-1, 8)).transpose(1, 2) for which in ("q_proj", "k_proj")
-        )
-        result[name] = tuple(rotated(part, model.config.rope_parameters["rope_theta"]) for part in parts)
-    return result
 
 
 def eager_attentions(model, batch) -> list[torch.Tensor]:
@@ -202,11 +168,13 @@ def test_statistics_are_those_of_eager_attention(tiny, kind):
 def test_spectra_are_those_of_all_queries_and_keys_if_the_sample_holds_them_all(tiny):
     model, tokens = tiny.llama(num_key_value_heads=4), tiny.tokens(3, 12)
     profile = dofla.linear.profile(model, tokens, samples=ALL, estimator="paper", batch_size=2)
+    calls = recorded(model, {"input_ids": tokens})
     for layer in profile.layers:
         assert (layer.heads, layer.kv_heads, layer.head_dim, layer.value_dim) == (4, 4, 8, 8)
         assert layer.scaling == pytest.approx(8**-0.5)
         assert layer.causal
-        vectors = torch.cat(projected_by_hand(model, tokens)[layer.name], dim=2).transpose(0, 1).flatten(1, 2)
+        call = calls[layer.name]
+        vectors = torch.cat([call.query, call.key], dim=2).transpose(0, 1).flatten(1, 2)
         for head, spectrum in enumerate(layer.spectra):
             expected = gram_spectrum(vectors[head], layer.scaling)
             assert spectrum.log_scale == pytest.approx(expected.log_scale, abs=1e-3)
@@ -274,8 +242,9 @@ def test_the_papers_estimator_is_there_by_name_and_no_other(tiny):
 def test_a_kv_heads_vectors_are_its_keys_and_the_queries_of_its_group(tiny):
     model, tokens = tiny.llama(), tiny.tokens(1, 6)
     profile = dofla.linear.profile(model, tokens, samples=ALL, estimator="paper")
+    calls = recorded(model, {"input_ids": tokens})
     for layer in profile.layers:
-        query, key = projected_by_hand(model, tokens)[layer.name]
+        query, key = calls[layer.name].query, calls[layer.name].key
         for head, spectrum in enumerate(layer.spectra):
             trace = (spectrum.eigenvalues.sum().log() + spectrum.log_scale).exp().item()
             keys = torch.exp(layer.scaling * key[0, head].double().square().sum(-1)).sum()
@@ -359,13 +328,10 @@ def test_the_model_is_left_as_it_was(tiny):
     model.set_attn_implementation("eager")
     model.train()
     model.model.layers[1].eval()
-    modes = {name: module.training for name, module in model.named_modules()}
-    weights = {key: value.clone() for key, value in model.state_dict().items()}
+    before = everything(model)
     dofla.linear.profile(model, tiny.tokens(2, 8), samples=8)
-    assert {name: module.training for name, module in model.named_modules()} == modes
-    assert model.config._attn_implementation == "eager"
-    assert all(torch.equal(value, weights[key]) for key, value in model.state_dict().items())
-    assert all(p.grad is None and p.requires_grad for p in model.parameters())
+    assert everything(model) == before
+    assert all(p.grad is None for p in model.parameters())
     assert torch.is_grad_enabled()
 
 
