@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from stopping import Stop, base_weights, equal, stop_after
+from stopping import base_weights, equal
 from torch.testing import assert_close
 
 import dofla
@@ -218,21 +218,3 @@ def test_the_first_batch_of_the_run_is_what_is_looked_at(tiny):
     order = torch.randperm(8, generator=generator_of(3, 0))
     calibrate(Converted.of(other), [{"input_ids": tokens[order[:2]]}])
     assert equal(statistics(student), statistics(other))
-
-
-@pytest.mark.parametrize(
-    ("process", "stop", "checkpoint_every"), [("the same", 1, 50), ("a new one", 1, 1), ("a new one", 3, 50)]
-)
-def test_a_resumed_run_keeps_the_statistics_of_its_start(tiny, tmp_path, process, stop, checkpoint_every):
-    tokens = tiny.tokens(8, LENGTH)
-    whole = student_of(tiny, window=2, sinks=1)
-    expected = distill(whole, tokens, **OPTIONS)
-    student = student_of(tiny, window=2, sinks=1)
-    options = OPTIONS | {"folder": tmp_path, "checkpoint_every": checkpoint_every}
-    with pytest.raises(Stop):
-        distill(student, tokens, progress=stop_after(stop), **options)
-    if process == "a new one":
-        student = student_of(tiny, window=2, sinks=1, seed=17)
-    history = distill(student, tokens, **options)
-    assert torch.equal(history.losses, expected.losses)
-    assert equal(tensors(student), tensors(whole))
