@@ -12,7 +12,6 @@ import pytest
 import torch
 import transformers
 from accelerate.hooks import AlignDevicesHook
-from safetensors.torch import save_file
 from transformers import (
     AttentionInterface,
     AttentionMaskInterface,
@@ -187,19 +186,3 @@ def test_offloaded_modules_have_accelerates_hooks(tiny, tmp_path):
     assert hook.offload, f"hooks of offloaded modules say nothing in `offload` {VERSIONS}: offload.py"
     hook.pre_forward(weight)
     assert not weight.weight.is_meta, f"pre_forward does not read weights {VERSIONS}: offload.py"
-
-
-def test_adam_keeps_the_moments_that_checkpoints_hold():
-    weight = torch.nn.Parameter(torch.ones(2))
-    optimizer = torch.optim.Adam([weight])
-    weight.grad = torch.ones(2)
-    optimizer.step()
-    same("Adam's state", optimizer.state[weight], ["step", "exp_avg", "exp_avg_sq"], "distill/checkpoint.py")
-
-
-def test_safetensors_keep_metadata(tmp_path):
-    from safetensors import safe_open
-
-    save_file({"x": torch.ones(1)}, tmp_path / "x", metadata={"a": "b"})
-    with safe_open(tmp_path / "x", "pt") as file:
-        assert (file.metadata() or {}).get("a") == "b", f"safetensors files lose metadata {VERSIONS}: tensors.py"

@@ -13,12 +13,6 @@ from transformers import LlamaForCausalLM, MistralForCausalLM
 import dofla
 from dofla.integration.converted import Converted, is_converted
 from dofla.integration.sites import attention_sites
-from dofla.plans.layers import FeatureLayer
-
-
-def plan_of_linear_layers(model):
-    sites = attention_sites(model).values()
-    return dofla.linear.Plan([FeatureLayer(s.name, s.kv_heads, s.head_dim, s.value_dim, 4) for s in sites])
 
 
 @pytest.mark.parametrize(
@@ -36,9 +30,9 @@ def plan_of_linear_layers(model):
         ("falcon_h1", "model.layers.0.self_attn", "shares its entry of the cache with a recurrent layer"),
     ],
 )
-def test_a_layer_that_cannot_be_linear_is_refused_by_name(family, layer, reason):
+def test_a_layer_that_cannot_be_linear_is_refused_by_name(tiny, family, layer, reason):
     model = teacher(family)
-    plan = plan_of_linear_layers(model)
+    plan = tiny.plan(model)
     first = next(n for n, x in enumerate(plan.layers) if x.name == layer)
     plan.layers.insert(0, plan.layers.pop(first))
     with pytest.raises(dofla.DoflaError, match=rf"layer {layer} cannot be converted: .*{reason}.*keep_softmax"):
@@ -153,14 +147,10 @@ def test_a_plan_for_another_model_is_refused():
         dofla.linear.linearize(teacher("llama"), plan)
 
 
-def without_a_layer(plan):
-    del plan.layers[1]
-
-
 @pytest.mark.parametrize(
     ("change", "match"),
     [
-        (without_a_layer, r"says nothing of 'model\.layers\.1\.self_attn'"),
+        (lambda plan: plan.layers.pop(), r"says nothing of 'model\.layers\.1\.self_attn'"),
         *(
             (lambda plan, what=what: setattr(plan.layers[1], what, 3), rf"1\.self_attn has {what} \d, the plan says 3")
             for what in ("kv_heads", "head_dim", "value_dim")

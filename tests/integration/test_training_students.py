@@ -62,7 +62,6 @@ def test_a_step_along_the_gradient_lowers_the_loss():
 
 
 def test_the_stock_trainer_trains_a_student_and_one_opened_from_disk(tmp_path):
-    pytest.importorskip("accelerate", reason="transformers needs it for its trainer")
     data = [{"input_ids": row, "labels": row} for row in tokens(4, 16)]
     options = {"max_steps": 2, "per_device_train_batch_size": 2, "save_steps": 2, "use_cpu": True, "report_to": []}
 
