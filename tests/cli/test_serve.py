@@ -71,8 +71,6 @@ def test_texts_are_completed_and_the_model_has_its_name(client):
     assert [model.id for model in client.models.list()] == ["small"]
     result = client.completions.create(model="small", prompt="Once upon a time", max_tokens=5, temperature=0)
     assert result.usage.completion_tokens <= 5
-    with pytest.raises(openai.NotFoundError, match="there is no model 'another': this server has 'small'"):
-        client.completions.create(model="another", prompt="Once", max_tokens=5)
 
 
 def test_what_is_longer_than_the_positions_is_answered_from_its_end(client):
