@@ -21,10 +21,15 @@ def about(what: Path | str) -> Iterator[None]:
         raise DoflaError(f"{what}: {error}") from error
 
 
+def is_integer(value: object) -> bool:
+    """True if ``value`` is an integer, which True is not."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
 def check_numbers(**numbers: int) -> None:
     """DoflaError naming the first that is no integer, or below 1."""
     for name, value in numbers.items():
-        if not isinstance(value, int) or isinstance(value, bool):
+        if not is_integer(value):
             raise DoflaError(f"{name} is {value!r}: give an integer, 1 or more")
         if value < 1:
             raise DoflaError(f"{name} is {value}: give 1 or more")

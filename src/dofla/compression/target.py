@@ -12,7 +12,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from dofla.compression.size import size_or_ratio
 from dofla.errors import DoflaError, check_numbers
-from dofla.integration.positions import positions_of
+from dofla.integration.positions import check_context, positions_of
 from dofla.integration.sites import AttentionSite, attention_sites, check_kept, check_left, refuse
 
 _SAMPLED = 4
@@ -38,11 +38,10 @@ class Target:
     ) -> Target:
         """The target that a model is, which reads a few tokens; DoflaError for a context that is no number of
         tokens."""
+        kind, positions = type(model).__name__, positions_of(model)
         if context is not None:
             check_numbers(context=context)
-        kind, positions = type(model).__name__, positions_of(model)
-        if context is not None and positions is not None and context > positions:
-            raise DoflaError(f"context is {context}: the model has {positions} positions")
+            check_context(context, positions)
         sites = attention_sites(model)
         name, digest = model.config._name_or_path or kind, _fingerprint(model, sites)
         return cls(name, kind, model.config, sites, digest, positions, context, keep_softmax or ())

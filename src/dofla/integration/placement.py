@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from dofla.data import Images, TokenWindows, batches
 from dofla.errors import DoflaError
 from dofla.integration.converted import Converted
-from dofla.integration.positions import is_rotary, positions_of
+from dofla.integration.positions import check_context, is_rotary, positions_of
 
 REACH = 4
 """Lengths of a window that hybrid converted models are trained for if nothing is said."""
@@ -56,9 +56,7 @@ def _within(model: PreTrainedModel, windows: TokenWindows | Images, context: int
         raise DoflaError(
             f"context is {context}, less than the windows' {windows.length} tokens: give more, or leave it out"
         )
-    most = positions_of(model)
-    if most is not None and context > most:
-        raise DoflaError(f"context is {context}: the model has {most} positions")
+    check_context(context, positions_of(model))
     # Rotary positions are relative: the original does not notice where a window stands. Others are learned one by one.
     if context > windows.length and not is_rotary(model):
         raise DoflaError(f"context is {context}: {type(model).__name__} has no rotary positions; leave it out")

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from dofla.errors import DoflaError
 from dofla.integration.offload import device_of
 
 _FIELDS = ("max_position_embeddings", "max_target_positions")
@@ -50,6 +51,12 @@ def positions_within(model: PreTrainedModel, context: int | None) -> int | None:
     if known is None or context is None:
         return known if context is None else context
     return min(known, context)
+
+
+def check_context(context: int, positions: int | None) -> None:
+    """DoflaError for a context that is longer than the positions of a model, where these are known."""
+    if positions is not None and context > positions:
+        raise DoflaError(f"context is {context}: the model has {positions} positions")
 
 
 def read_again(positions: int) -> int:

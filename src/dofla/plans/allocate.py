@@ -11,12 +11,12 @@ from fractions import Fraction
 
 import torch
 
-from dofla.errors import DoflaError, check_choice
+from dofla.errors import DoflaError, check_choice, is_integer
 from dofla.feature_maps import feature_map_class
 from dofla.feature_maps.cost import TOKEN_DTYPES, HeadCost
 from dofla.plans.curves import Curves, Shape, Size, choose
 from dofla.plans.hybrid import FEATURE_MAP, default_token_dtype, even_size
-from dofla.plans.layers import FeatureLayer, LayerPlan, SoftmaxLayer, alike, is_integer
+from dofla.plans.layers import FeatureLayer, LayerPlan, SoftmaxLayer, alike
 from dofla.plans.plan import Plan
 from dofla.profiles.profile import LayerProfile, Profile, SkippedLayer
 from dofla.profiles.tolerance import DEFAULT_LAMBDA, check_lambda

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 from dofla.attention import HeadSizes, tier_bytes
 from dofla.attention.constants import MOST_BITS
-from dofla.errors import DoflaError, about
+from dofla.errors import DoflaError, about, is_integer
 from dofla.feature_maps import feature_map_class
 from dofla.feature_maps.cost import TOKEN_DTYPES, HeadCost
 
@@ -228,11 +228,6 @@ def layer_from_dict(name: str, entry: Any) -> LayerPlan:
 def alike(numbers: Sequence[int]) -> int | list[int]:
     """One number if all are equal, for a field that takes either."""
     return numbers[0] if len(set(numbers)) == 1 else list(numbers)
-
-
-def is_integer(value: object) -> bool:
-    """True if ``value`` is an integer, which True is not."""
-    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _range(numbers: Sequence[int]) -> str:

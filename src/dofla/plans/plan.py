@@ -13,8 +13,8 @@ import torch
 from rich.text import Text
 
 from dofla.display import Part, Result, size, table
-from dofla.errors import DoflaError, about
-from dofla.plans.layers import CompressedLayer, FeatureLayer, LayerPlan, SoftmaxLayer, is_integer, layer_from_dict
+from dofla.errors import DoflaError, about, is_integer
+from dofla.plans.layers import CompressedLayer, FeatureLayer, LayerPlan, SoftmaxLayer, layer_from_dict
 from dofla.storage.files import read_json, write_json
 
 _FORMAT = 4  # 3 had one kind of layers, with several tiers

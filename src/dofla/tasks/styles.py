@@ -86,6 +86,6 @@ BUNDLED = dict.fromkeys(("recall_near", "recall_mid", "recall_far", "continuatio
 
 def style_of(name: str, questions: Sequence[str]) -> str:
     """The style of a known task; otherwise ``blank`` if all questions have exactly one, else ``question``."""
-    if name in KNOWN | BUNDLED:
-        return (KNOWN | BUNDLED)[name]
+    if style := (KNOWN | BUNDLED).get(name):
+        return style
     return "blank" if all(text.count("_") == 1 for text in questions) else "question"
