@@ -10,7 +10,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 import dofla
-from dofla.compression.calibration import Calibration
+from dofla.compression.calibration import Calibration, _parts
 from dofla.errors import DoflaError
 from dofla.integration.converted import Converted
 
@@ -29,17 +29,8 @@ def calibration(tiny, windows):
 
 def same(one: Calibration, other: Calibration) -> bool:
     plain = [dataclasses.asdict(x) | {"directions": None, "retrieval": list(x.retrieval)} for x in (one, other)]
-    tensors = [
-        [t for own in x.directions.values() for t in (own.weighing, *_moments(own)) if t is not None]
-        for x in (one, other)
-    ]
-    return plain[0] == plain[1] and len(tensors[0]) == len(tensors[1]) and all(map(torch.equal, *tensors))
-
-
-def _moments(own):
-    return [
-        t for side in (own.queries, own.keys, own.values) for t in (torch.tensor(side.count), side.total, side.square)
-    ]
+    tensors = [dict(part for own in x.directions.values() for part in _parts(own)) for x in (one, other)]
+    return plain[0] == plain[1] and all(torch.equal(x, tensors[1][name]) for name, x in tensors[0].items())
 
 
 def test_it_is_frozen_and_leaves_the_model_as_it_was(tiny, windows, calibration):
@@ -113,8 +104,8 @@ def test_another_model_is_refused_and_other_weights_are_told(tiny, calibration, 
 @pytest.mark.parametrize(
     "damage",
     [
-        lambda tensors, metadata: tensors.pop(f"{FIRST}:keys.total"),
-        lambda tensors, metadata: tensors[f"{FIRST}:keys.total"].fill_(torch.nan),
+        lambda tensors, metadata: tensors.pop(f"{FIRST}:keys.root"),
+        lambda tensors, metadata: tensors[f"{FIRST}:keys.root"].fill_(torch.nan),
         lambda tensors, metadata: metadata.update(format="0"),
         lambda tensors, metadata: metadata.update(calibration="{"),
         lambda tensors, metadata: metadata.update(calibration=metadata["calibration"].replace("{", '{"color": 1, ', 1)),

@@ -7,8 +7,9 @@ from tiny_families import teacher, tokens
 
 import dofla
 from dofla.attention import Moments
-from dofla.compression.directions import measure_directions
+from dofla.compression.directions import LEVELS, measure_directions
 from dofla.integration.converted import Converted
+from dofla.integration.placement import placed_over
 from dofla.integration.recorder import recording, run_body
 from dofla.integration.sites import attention_sites
 
@@ -17,18 +18,22 @@ def test_moments_are_those_of_all_tokens_of_the_windows(tiny):
     model, seen = tiny.llama().double(), []
     windows = dofla.TokenWindows.of(tiny.padded(3, 40))
     name, *_ = names = list(attention_sites(model))
-    found = measure_directions(model, windows, names, batch_size=2, context=40)
+    found = measure_directions(model, placed_over(windows, 2, 40), names)
     with torch.no_grad(), recording(model, [name], seen.append):
         run_body(model, {"input_ids": windows.input_ids, "attention_mask": windows.attention_mask})
     (call,) = seen
     real = windows.attention_mask.bool()
     queries = call.query.unflatten(1, (2, 2)).transpose(1, 3)[real].movedim(2, 0).flatten(1, 2)  # [Hkv, n, d]
     keys, values = (x.transpose(1, 2)[real].transpose(0, 1) for x in (call.key, call.value))
-    for moments, x in ((found[name].queries, queries), (found[name].keys, keys), (found[name].values, values)):
-        wanted = Moments.of(x)
-        assert moments.count == wanted.count
-        torch.testing.assert_close(moments.total, wanted.total)
-        torch.testing.assert_close(moments.square, wanted.square)
+    own, rounding = found[name], {"rtol": 1e-6, "atol": 1 / LEVELS}
+    moments = [Moments.of(x) for x in (queries, keys, values)]
+    torch.testing.assert_close(own.key_mean.double(), moments[1].mean, **rounding)
+    torch.testing.assert_close(own.value_mean.double(), moments[2].mean, **rounding)
+    wanted = moments[0].second, moments[1].covariance, moments[2].covariance
+    for kept, matrix in zip((own.queries, own.keys, own.values), wanted, strict=True):
+        size = matrix.diagonal(dim1=1, dim2=2).max().item()
+        torch.testing.assert_close(kept.whole, matrix, rtol=0, atol=len(matrix[0]) * size / LEVELS)
+        assert torch.linalg.eigvalsh(kept.whole).min() > 0
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -5,14 +5,13 @@ import torch
 from sizes import size_of
 
 import dofla
-from dofla.compression import retrieval
 from dofla.compression.plan import compressed_plan
 from dofla.compression.retrieval import by_layer, rank_heads
 from dofla.compression.target import Target
 from dofla.data.facts import Facts
-from dofla.distillation.objective import Objective
 from dofla.errors import DoflaError
 from dofla.integration.converted import Converted
+from dofla.integration.recorder import recording, run_body
 
 FIRST, SECOND = "model.layers.0.self_attn", "model.layers.1.self_attn"
 REACH = 192
@@ -36,7 +35,7 @@ def test_they_hold_every_token_and_the_others_pay(tiny, tokenizer):
     model, tokens, seen = reader(tiny), windows(tiny), []
     without = dofla.calibrate(model, tokens, context=REACH)
     found = dofla.calibrate(model, tokens, context=REACH, tokenizer=tokenizer, progress=lambda *x: seen.append(x))
-    assert seen[-1] == ("retrieval heads", 2, 2)
+    assert seen[-1] == ("retrieval heads", 1, 1)
     assert (found.shares, found.costs) == (without.shares, without.costs)
     assert sorted(found.retrieval) == [(name, head) for name in (FIRST, SECOND) for head in range(2)]
     assert not hasattr(model, "_dofla_softmax_implementation")
@@ -56,39 +55,22 @@ def test_they_hold_every_token_and_the_others_pay(tiny, tokenizer):
     assert Converted.of(dofla.compress(model, tokens, size, tokenizer=tokenizer, **options)).plan == plan
 
 
-def test_what_costs_most_of_text_or_of_needles_comes_first(tiny, tokenizer, monkeypatch):
-    model = reader(tiny)
-    # As much as half of what text costs and nothing of needles; or with twice the bytes a third of what needles cost.
-    shares = {FIRST: [1.0, 1.0], SECOND: [2.0, 1.0]}
-    costs = {FIRST: [0.5, 0.3], SECOND: [0.2, 0.0]}
-    needles, asked = Facts.among(windows(tiny), tokenizer, REACH), []
-    found = {FIRST: torch.tensor([0.0, 0.1]), SECOND: torch.tensor([0.4, 0.1])}
-    monkeypatch.setattr(
-        retrieval, "eviction_costs", lambda _, batches, report, last: asked.append((len(batches), last)) or found
-    )
-    compressed = Converted.of(tiny.compressed(model))
-    order = [(SECOND, 0), (FIRST, 0), (FIRST, 1), (SECOND, 1)]  # 1.0, 0.5, 0.4, 0.1
-    assert rank_heads(compressed, shares, costs, needles, lambda: None) == order
-    assert asked == [(2, needles.asked)]
-    assert by_layer(order[:3]) == {FIRST: [0, 1], SECOND: [0]}
-
-
-def test_only_what_is_asked_counts(tiny):
-    model, tokens = tiny.llama().double(), tiny.tokens(2, 32)
-    student = dofla.linear.linearize(model, tiny.plan(model, 8))
-    batch, whole = {"input_ids": tokens}, Objective(student, lambda: dofla.original(student))
-    for last in (1, 5, 31, 40):
-        part = Objective(student, lambda: dofla.original(student), last)
-        count = min(last, 31)
-        assert part.count(batch) == 2 * count
-        with torch.no_grad():
-            ours = student(tokens).logits[:, :-1].log_softmax(-1)
-            with dofla.original(student):
-                theirs = student(tokens).logits[:, :-1].log_softmax(-1)
-            expected = (theirs.exp() * (theirs - ours)).sum(-1)[:, -count:].mean()
-            assert part(batch, 2 * count, 2).item() == pytest.approx(expected.item(), rel=1e-4)
-    assert whole.count(batch) == 62
-    assert Converted.of(student).layers
+def test_what_attends_most_to_what_is_asked_for_comes_first(tiny, tokenizer):
+    model, needles, calls = reader(tiny), Facts.among(windows(tiny), tokenizer, REACH, count=2), []
+    with torch.no_grad(), recording(model, [FIRST, SECOND], calls.append):
+        for ids in needles.documents.input_ids:
+            run_body(model, {"input_ids": ids[None]})
+    wanted = dict.fromkeys([(name, head) for name in (FIRST, SECOND) for head in range(2)], 0.0)
+    for n, call in enumerate(calls):
+        weights, told = call.log_weights().exp()[0, :, -needles.asked :], needles.told[n // 2].tolist()
+        there = torch.stack([weights[:, k, start:end].sum(-1) for k, (start, end) in enumerate(told)]).mean(0)
+        for head in range(2):
+            wanted[call.name, head] += there.view(2, -1)[head].max().item()
+    reports = []
+    found = rank_heads(model, [FIRST, SECOND], needles, lambda *x: reports.append(x))
+    assert found == sorted(wanted, key=wanted.get, reverse=True)
+    assert reports == [(1, 2), (2, 2)]
+    assert by_layer([(SECOND, 0), (FIRST, 1), (FIRST, 0)]) == {FIRST: [0, 1], SECOND: [0]}
 
 
 @pytest.mark.parametrize(

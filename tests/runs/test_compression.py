@@ -9,7 +9,6 @@ from sizes import size_of
 
 import dofla
 from dofla.compression.calibration import Calibration
-from dofla.compression.directions import WINDOWS
 from dofla.data import TokenWindows
 from dofla.errors import DoflaError
 from dofla.integration.checkpoint import apply_adapter
@@ -46,7 +45,7 @@ def test_a_compression_is_that_of_compress(tiny, tmp_path, open_as):
     open_as(tiny.llama(), None, windows)
     asked = Recipe.load(RECIPES / "compress.yaml", ["model=tiny", f"size={size}", "evaluate.prompts=0"])
     results = run(asked, tmp_path / "run")
-    model = dofla.compress(tiny.llama(), windows.take(WINDOWS), size)
+    model = dofla.compress(tiny.llama(), windows, size)
     assert plan_of(tmp_path / "run") == model.config.quantization_config.plan
     (row,) = results["models"]
     assert row["runs"][0]["language"]["loss"] == dofla.evaluate(model, windows).loss

@@ -52,7 +52,7 @@ def check(
 
 def calibrate(
     model: ModelArgument,
-    data: SelfData = "self",
+    data: SelfData = "sample",
     out: Annotated[Path, typer.Option(help="File to write; it must be new.", callback=new_file)] = Path(
         "calibration.safetensors"
     ),
@@ -61,18 +61,20 @@ def calibrate(
     ] = False,
     device: Device = None,
     opening: Given = ORIGINAL,
-    text: Given = text_of(windows=12),
+    text: Given = text_of(),
     settings: Given = Function("compression/calibrate.py", "calibrate", ("progress",)),
 ) -> dict[str, Any]:
     """Measure what compress needs to know of a model, for any size."""
     from dofla import calibrate as measure
+    from dofla.compression.directions import default_cut
+    from dofla.integration.positions import positions_of
     from dofla.runs.check import target_of
     from dofla.runs.opening import open_original
 
     view = current_view()
     target_of(model, settings.get("context"), settings.get("keep_softmax", ()))
     opened, tokenizer = open_original(model, device=device, **opening)
-    windows = windows_from(data, opened, tokenizer, text)
+    windows = windows_from(data, opened, tokenizer, {**default_cut(positions_of(opened)), **text})
     with view.progress("calibrate") as bar:
         found = measure(
             opened, windows, tokenizer=tokenizer if retrieval_heads else None, progress=bar.stage, **settings
@@ -96,20 +98,26 @@ def compress(
     size: Size = None,
     ratio: Ratio = None,
     calibration: Annotated[
-        Path | None, typer.Option(help="File from dofla calibrate.", callback=existing("a calibration"))
+        Path | None,
+        typer.Option(
+            help="File from dofla calibrate; default: a known one, or --data sample.",
+            callback=existing("a calibration"),
+        ),
     ] = None,
-    data: Annotated[str | None, typer.Option(help=f"Calibration text: {DATA}; default: self.", callback=source)] = None,
+    data: Annotated[str | None, typer.Option(help=f"Calibration text: {DATA}.", callback=source)] = None,
     device: Device = None,
     opening: Given = ORIGINAL,
-    text: Given = text_of(windows=12),
+    text: Given = text_of(),
     settings: Given = Function("compression/compress.py", "compress", ("progress",)),
 ) -> dict[str, Any]:
     """Compress the cache of a model to a constant size; no training."""
     from dofla import Calibration
     from dofla import compress as make
     from dofla.compression.compress import check_fit
+    from dofla.compression.directions import default_cut
     from dofla.integration.checkpoint import warn_of_local_base, write_adapter
     from dofla.integration.converted import Converted
+    from dofla.integration.positions import positions_of
     from dofla.runs.check import target_of
     from dofla.runs.opening import open_original
     from dofla.storage.files import new_folder
@@ -126,7 +134,10 @@ def compress(
     with ExitStack() as stack:
         folders = {kind: stack.enter_context(new_folder(path)) for kind, path in kinds.items() if path is not None}
         compressed, tokenizer = open_original(model, device=device, **opening)
-        windows = None if measured else windows_from(data or "self", compressed, tokenizer, text)
+        windows = None
+        if data is not None:
+            cut = {**default_cut(positions_of(compressed)), **text}
+            windows = windows_from(data, compressed, tokenizer, cut)
         options = {"ratio": ratio, "calibration": measured, "tokenizer": tokenizer, **settings}
         with view.progress("compress") as bar:
             make(compressed, windows, size, progress=bar.stage, **options)
@@ -151,7 +162,7 @@ def compress(
 
 def frontier(
     model: ModelArgument,
-    data: SelfData = "self",
+    data: SelfData = "sample",
     text: Annotated[
         list[str] | None,
         typer.Option(
@@ -177,7 +188,8 @@ def frontier(
     settings: Given = Function("runs/frontier.py", "frontier", ("progress",)),
 ) -> dict[str, Any]:
     """Find the smallest cache that keeps the quality on your text."""
-    from dofla.compression.config import WINDOWS
+    from dofla.compression.directions import default_cut
+    from dofla.integration.positions import positions_of
     from dofla.report import write_page_beside
     from dofla.runs.check import target_of
     from dofla.runs.frontier import ADAPTERS, FRONTIER
@@ -187,7 +199,7 @@ def frontier(
     view, lengths = current_view(), list(dict.fromkeys(lengths or [512]))
     target_of(model, settings.get("context"))
     opened, tokenizer = open_original(model, device=device, **opening)
-    windows = windows_from(data, opened, tokenizer, {**cutting, "windows": WINDOWS})
+    windows = windows_from(data, opened, tokenizer, {**cutting, **default_cut(positions_of(opened))})
     texts = {}
     for name, other in _named(text or [data]).items():
         # Calibration reads another part of the data, and nothing of other texts.

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,21 +13,23 @@ from typing import Any
 
 from torch import Tensor
 
-from dofla.attention import Moments
-from dofla.compression.directions import Directions
+from dofla.compression.directions import Directions, Symmetric
 from dofla.compression.head_budgets import HeadBudgets
 from dofla.compression.retrieval import Head, by_layer
 from dofla.compression.target import Target
 from dofla.display import Part, Result, table
 from dofla.errors import DoflaError
-from dofla.integration.attaching import AttachedLayer
+from dofla.integration.converted import Converted
 from dofla.plans.plan import held_out_line
 from dofla.storage.tensors import read_tensors, write_tensors
 
 logger = logging.getLogger(__name__)
 
-_FORMAT = "1"
-_MOMENTS = ("queries", "keys", "values")
+SAME = 0.02
+"""Relative difference of a few weights up to which models count as the same: eight bits change less, and fine-tuning of
+all weights more."""
+_FORMAT = "2"
+_SIDES, _MEANS = ("queries", "keys", "values"), ("key_mean", "value_mean")
 
 
 @dataclass(frozen=True)
@@ -36,11 +39,12 @@ class Calibration(Result):
     Attributes:
         directions: of each compressed module by name, from which rotations and key smoothing follow.
         shares: head budgets: by module and for each KV head, bytes relative to an even split; empty if not measured.
-        costs: by module and for each KV head, what eviction costs where all have the same size: nats of KL of the
-            next-token distribution, to first order; empty if not measured.
+        costs: by module and for each KV head, the error of eviction where all have the same size, as a part of the
+            residual stream (:mod:`dofla.compression.eviction_error`); empty if not measured.
         retrieval: all KV heads, those that needle retrieval depends on most first; empty if not ranked.
         model: its name.
-        fingerprint: of its attention modules and weights.
+        fingerprint: of the shapes of its attention modules.
+        weights: a few of them.
         made_by: source and tokens of the text, context, and as ``held_out`` the KL to the original on held-out windows,
             with ``measured`` budgets and with ``even`` ones, of which the better are kept.
     """
@@ -51,13 +55,14 @@ class Calibration(Result):
     retrieval: Sequence[Head] = field(default=(), repr=False)
     model: str = ""
     fingerprint: str = ""
+    weights: Sequence[float] = field(default=(), repr=False)
     made_by: Mapping[str, Any] = field(default_factory=dict)
 
     def head_budgets(self, retrieval_heads: int = 0) -> HeadBudgets | None:
         """The head budgets, with so many retrieval heads; None for an even split without any."""
         if not self.shares and not retrieval_heads:
             return None
-        shares = self.shares or {name: [1.0] * len(own.keys.total) for name, own in self.directions.items()}
+        shares = self.shares or {name: [1.0] * own.shape[0] for name, own in self.directions.items()}
         return HeadBudgets(shares, by_layer(self.retrieval[:retrieval_heads]), self.made_by.get("held_out"))
 
     def check(self, target: Target) -> None:
@@ -69,24 +74,25 @@ class Calibration(Result):
                     f"the calibration is of another model ({self.model or 'unnamed'}): layer {site.name} "
                     f"{'is not in it' if own is None else 'has other heads there'}; calibrate this one"
                 )
-        if self.fingerprint and self.fingerprint != target.fingerprint:
+        if self.weights and target.weights and difference(target.weights, self.weights) > SAME:
             logger.warning("the calibration was made with other weights of %s: quality may be lower", self.model)
 
-    def apply(self, layers: Mapping[str, AttachedLayer]) -> None:
-        """Calibrate the coders and the key smoothing of compressed layers."""
-        for name, layer in layers.items():
-            self.directions[name].calibrate(layer)
+    def apply(self, converted: Converted) -> None:
+        """Calibrate the coders and the key smoothing of a compressed model."""
+        for name, layer in converted.layers.items():
+            self.directions[name].calibrate(layer, converted.model)
 
     def parts(self) -> Iterator[Part]:
         """Head budgets of each module, and what eviction in it costs."""
         if self.costs:
-            shown = table("layer", "mean", "least", "most", "cost", gap=2, widest=40)
+            shown = table("layer", "mean", "least", "most", "error", gap=2, widest=40)
+            total = sum(map(sum, self.costs.values()))
             for name, own in self.shares.items():
                 figures = (sum(own) / len(own), min(own), max(own))
-                shown.add_row(name, *(f"{x:.2f}" for x in figures), f"{sum(self.costs[name]):+.4f}")
+                shown.add_row(name, *(f"{x:.2f}" for x in figures), f"{total and sum(self.costs[name]) / total:.1%}")
             yield shown
             yield "mean, least, most: bytes of the KV heads relative to an even split;"
-            yield "cost: KL of the model in nats, from eviction in the layer at an even split"
+            yield "error: of eviction in the layer at an even split, of that in all layers"
         if "held_out" in self.made_by:
             yield held_out_line(self.made_by["held_out"])
         if self.retrieval:
@@ -96,17 +102,11 @@ class Calibration(Result):
 
     def save(self, path: str | Path) -> None:
         """Write it as one safetensors file, replacing what was there."""
-        tensors: dict[str, Tensor] = {}
-        for name, own in self.directions.items():
-            for side in _MOMENTS:
-                moments: Moments = getattr(own, side)
-                tensors |= {f"{name}:{side}.total": moments.total, f"{name}:{side}.square": moments.square}
-            if own.weighing is not None:
-                tensors[f"{name}:weighing"] = own.weighing
-        names = "shares", "costs", "retrieval", "model", "fingerprint", "made_by"
+        tensors = {f"{name}:{part}": tensor for name, own in self.directions.items() for part, tensor in _parts(own)}
+        names = "shares", "costs", "retrieval", "model", "fingerprint", "weights", "made_by"
         plain = {name: getattr(self, name) for name in names}
-        counts = {name: [getattr(own, side).count for side in _MOMENTS] for name, own in self.directions.items()}
-        write_tensors(path, tensors, {"format": _FORMAT, "calibration": json.dumps({**plain, "counts": counts})})
+        plain["outputs"] = {name: own.output for name, own in self.directions.items()}
+        write_tensors(path, tensors, {"format": _FORMAT, "calibration": json.dumps(plain)})
 
     @classmethod
     def load(cls, path: str | Path) -> Calibration:
@@ -117,14 +117,29 @@ class Calibration(Result):
         try:
             plain = json.loads(metadata["calibration"])
             directions = {}
-            for name, counts in plain.pop("counts").items():
+            for name, output in plain.pop("outputs").items():
                 queries, keys, values = (
-                    Moments(count, tensors[f"{name}:{side}.total"], tensors[f"{name}:{side}.square"])
-                    for side, count in zip(_MOMENTS, counts, strict=True)
+                    Symmetric(*(tensors[f"{name}:{side}.{part}"] for part in Symmetric._fields)) for side in _SIDES
                 )
-                directions[name] = Directions(queries, keys, values, tensors.get(f"{name}:weighing"))
+                directions[name] = Directions(
+                    queries, keys, values, tensors[f"{name}:key_mean"], tensors[f"{name}:value_mean"], output
+                )
             plain["retrieval"] = [(name, head) for name, head in plain["retrieval"]]
             return cls(directions, **plain)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             what = f"{type(error).__name__}: {error}"
             raise DoflaError(f"{path} holds no calibration ({what}): calibrate again") from error
+
+
+def difference(one: Sequence[float], other: Sequence[float]) -> float:
+    """Root mean square difference of weights over that of ``other``; infinite where they are none, or not as many."""
+    if len(one) != len(other) or not any(other):
+        return math.inf
+    return math.dist(one, other) / math.hypot(*other)
+
+
+def _parts(directions: Directions) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of directions, by their names in a file."""
+    for side in _SIDES:
+        yield from ((f"{side}.{part}", tensor) for part, tensor in getattr(directions, side)._asdict().items())
+    yield from ((mean, getattr(directions, mean)) for mean in _MEANS)

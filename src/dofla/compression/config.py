@@ -10,17 +10,17 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from dofla.compression.calibration import Calibration
-from dofla.compression.compress import compress
-from dofla.errors import DoflaError
+from dofla.compression.compress import compress, tokenizer_of
+from dofla.compression.directions import default_cut
+from dofla.integration.positions import positions_of
 from dofla.integration.self_samples import token_windows
 
 METHOD = "dofla_cache"
-WINDOWS, LENGTH = 12, 512
 
 
 @register_quantization_config(METHOD)
@@ -29,9 +29,10 @@ class CacheConfig(QuantizationConfigMixin):
 
     Args:
         size, ratio, context, head_budgets, retrieval_heads, keep_softmax, prefill: as for :func:`dofla.compress`.
-        calibration: what :func:`dofla.calibrate` measured of this model, or the file it was saved to. Without one the
-            model is calibrated when it is opened, on the device it is opened on.
-        data: text to calibrate on, as for :func:`dofla.token_windows`; default samples of the model itself.
+        calibration: what :func:`dofla.calibrate` measured of this model, the file it was saved to, or ``base``. Without
+            one, and without ``data``, it is found as :func:`dofla.compress` says; or else the model is calibrated when
+            it is opened, on the device it is opened on.
+        data: text to calibrate on, as for :func:`dofla.token_windows`.
         tokenizer: of the model, default the one beside its weights.
     """
 
@@ -41,7 +42,7 @@ class CacheConfig(QuantizationConfigMixin):
         *,
         ratio: float | None = None,
         calibration: Calibration | str | Path | None = None,
-        data: str = "self",
+        data: str | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
         context: int | None = None,
         head_budgets: str = "measured",
@@ -62,21 +63,15 @@ class CacheConfig(QuantizationConfigMixin):
         }
 
     def to_dict(self) -> dict[str, Any]:
-        given = {name: value for name, value in self.options.items() if value}
-        return {"quant_method": self.quant_method, "data": self.data, **given}
+        given = {name: value for name, value in {"data": self.data, **self.options}.items() if value}
+        return {"quant_method": self.quant_method, **given}
 
     def compress(self, model: PreTrainedModel) -> PreTrainedModel:
         """Compress an open model, in place."""
         windows, tokenizer = None, self.tokenizer
-        if self.calibration is None:
-            try:
-                tokenizer = tokenizer or AutoTokenizer.from_pretrained(model.name_or_path)
-            except (OSError, ValueError) as error:
-                raise DoflaError(
-                    f"{model.name_or_path} has no tokenizer to calibrate with: give CacheConfig a tokenizer or a "
-                    "calibration"
-                ) from error
-            windows = token_windows(self.data, tokenizer, length=LENGTH, windows=WINDOWS, model=model)
+        if self.data is not None and self.calibration is None:
+            tokenizer = tokenizer or tokenizer_of(model)
+            windows = token_windows(self.data, tokenizer, model=model, **default_cut(positions_of(model)))
         return compress(model, windows, calibration=self.calibration, tokenizer=tokenizer, **self.options)
 
 

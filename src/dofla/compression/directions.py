@@ -1,9 +1,11 @@
 """The directions that matter to the coded tokens of a compressed cache."""
 
-import math
-from collections.abc import Callable, Collection, Iterator
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -11,62 +13,113 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from dofla.attention import Moments
-from dofla.data import TokenWindows
 from dofla.integration.attaching import AttachedLayer
-from dofla.integration.offload import loaded
-from dofla.integration.placement import placed_over
+from dofla.integration.offload import device_of, loaded
 from dofla.integration.recorder import AttentionCall, recording, run_body
 
-WINDOWS = 12
-"""Default number of windows to measure directions and head budgets on; with 512 tokens each it is enough."""
+WINDOWS, LENGTH = 3, 2048
+"""Default windows to calibrate on, and tokens of each: so long that what heads attend to far back is in them."""
+LEVELS = 2**15 - 1
+
+
+class Symmetric(NamedTuple):
+    """Covariances, or second moments, in half of the numbers and of 16 bits: a calibration is a small file."""
+
+    root: Tensor  # of the diagonal [H, d], float32
+    above: Tensor  # what is above it, over the roots of row and column, in parts of LEVELS [H, d (d - 1) / 2], int16
+
+    @classmethod
+    def of(cls, matrices: Tensor) -> Symmetric:
+        """Of positive semidefinite matrices [H, d, d]."""
+        root = matrices.diagonal(dim1=1, dim2=2).clamp_min(0).sqrt()
+        correlation = matrices / (root.unsqueeze(-1) * root.unsqueeze(-2)).clamp_min(1e-300)
+        row, column = torch.triu_indices(root.shape[1], root.shape[1], offset=1)
+        above = (LEVELS * correlation[:, row, column]).round().clamp(-LEVELS, LEVELS)
+        return cls(root.float(), above.to(torch.int16))
+
+    @property
+    def whole(self) -> Tensor:
+        """[H, d, d], float64. Eigenvalues below what rounding adds are set to that."""
+        heads, dim = self.root.shape
+        row, column = torch.triu_indices(dim, dim, offset=1)
+        half = torch.zeros(heads, dim, dim, dtype=torch.float64)
+        half[:, row, column] = self.above.double() / LEVELS
+        values, vectors = torch.linalg.eigh(half + half.mT + torch.eye(dim, dtype=torch.float64))
+        correlation = vectors * values.clamp_min(0.5 / LEVELS).unsqueeze(1) @ vectors.mT
+        root = self.root.double()
+        return root.unsqueeze(-1) * correlation * root.unsqueeze(-2)
+
+
+def default_cut(positions: int | None) -> dict[str, int]:
+    """Length and number of the windows to calibrate on, for a model with so many positions."""
+    length = min(LENGTH, positions or LENGTH)
+    return {"length": length, "windows": WINDOWS * LENGTH // length}
 
 
 @dataclass(frozen=True)
 class Directions:
     """Statistics of a layer, by KV head, that its coders are calibrated with. They do not depend on its plan."""
 
-    queries: Moments  # of all query heads of a KV head together
-    keys: Moments
-    values: Moments
-    weighing: Tensor | None  # [Hkv, dv, dv], what an error in a value does to the output, where that is known
+    queries: Symmetric  # second moments of all query heads of a KV head together
+    keys: Symmetric  # covariance
+    values: Symmetric  # covariance
+    key_mean: Tensor  # [Hkv, d], float32
+    value_mean: Tensor  # [Hkv, dv], float32
+    output: str  # name of the output projection, which says what an error in a value does; empty if there is none
+
+    @classmethod
+    def of(cls, queries: Moments, keys: Moments, values: Moments, output: str) -> Directions:
+        """Of the moments of a layer's queries, keys and values."""
+        asked, of_keys, of_values = map(Symmetric.of, (queries.second, keys.covariance, values.covariance))
+        return cls(asked, of_keys, of_values, keys.mean.float(), values.mean.float(), output)
 
     @property
     def shape(self) -> tuple[int, int, int]:
         """KV heads, and sizes of their keys and values."""
-        return (*self.keys.total.shape, self.values.total.shape[1])
+        return (*self.key_mean.shape, self.value_mean.shape[1])
 
-    def calibrate(self, layer: AttachedLayer) -> None:
-        """Give them to the coders of a compressed layer, and to what smooths its keys."""
+    def weighing(self, model: PreTrainedModel) -> Tensor | None:
+        """The quadratic form [Hkv, dv, dv] by which an error in a value counts; None for its square."""
+        heads, _, value_dim = self.shape
+        return _weighing(model.get_submodule(self.output), heads, value_dim, model) if self.output else None
+
+    def calibrate(self, layer: AttachedLayer, model: PreTrainedModel) -> None:
+        """Give them to the coders of a compressed layer of ``model``, and to what smooths its keys."""
         heads = layer.compressed
         assert heads is not None
         assert layer.smoothing is not None
-        layer.smoothing.calibrate(self.keys)
-        queries, keys = layer.smoothing.moments(self.queries, self.keys)
+        of_keys, of_values = _moments(self.keys, self.key_mean), _moments(self.values, self.value_mean)
+        layer.smoothing.calibrate(of_keys)
+        asked = Moments(1, torch.zeros_like(self.key_mean), self.queries.whole)
+        queries, keys = layer.smoothing.moments(asked, of_keys)
+        weighing = self.weighing(model)
         for tier, own in zip(heads.tiers, heads.layout.heads, strict=True):
             tier.key.calibrate(keys[own], queries.second[own])
-            tier.value.calibrate(self.values[own], None if self.weighing is None else self.weighing[own])
+            tier.value.calibrate(of_values[own], None if weighing is None else weighing[own])
+
+
+def _moments(covariance: Symmetric, mean: Tensor) -> Moments:
+    mean = mean.double()
+    return Moments(1, mean, covariance.whole + mean.unsqueeze(-1) * mean.unsqueeze(-2))
 
 
 @torch.no_grad()
 def measure_directions(
     model: PreTrainedModel,
-    windows: TokenWindows,
+    batches: Iterable[Mapping[str, Tensor]],
     layers: Collection[str],
-    *,
-    batch_size: int = 4,
-    context: int | None = None,
-    progress: Callable[[int, int], None] | None = None,
+    also: Callable[[AttentionCall], None] = lambda call: None,
 ) -> dict[str, Directions]:
     """Measure the directions of layers, under softmax attention; the model may be converted or not.
 
     An error in a key counts by what queries make of it, one in a value by what the output projection does: the first
-    linear layer of its module that runs after attention. Where that is none, all errors in values count alike. A dozen
-    windows of 512 tokens are enough; they are spread over ``context`` positions, or left where they are. DoflaError for
-    NaN in the activations, with layer and batch.
+    linear layer of its module that runs after attention. Where that is none, all errors in values count alike. Some
+    thousand tokens are enough. ``also`` sees each call too. DoflaError for NaN in the activations, with layer and
+    batch.
     """
     found: dict[str, tuple[Moments, Moments, Moments]] = {}
     answered: list[str] = []
-    batch_number = 0
+    batch_number = -1
 
     def look(call: AttentionCall) -> None:
         call.check_finite(batch_number)
@@ -80,16 +133,14 @@ def measure_directions(
             before = found[call.name]
             queries, keys, values = before[0] + queries, before[1] + keys, before[2] + values
         found[call.name] = queries, keys, values
+        also(call)
 
     with _outputs(model, layers, answered) as outputs, recording(model, layers, look):
-        for batch in placed_over(windows, batch_size, context):
-            run_body(model, batch)
+        for batch in batches:
             batch_number += 1
-            if progress:
-                progress(batch_number, math.ceil(len(windows) / batch_size))
-    return {
-        name: Directions(*found[name], _weighing(outputs.get(name), *found[name][2].total.shape)) for name in layers
-    }
+            run_body(model, batch)
+    names = {module: name for name, module in model.named_modules()}
+    return {name: Directions.of(*found[name], names.get(outputs.get(name), "")) for name in layers}
 
 
 @contextmanager
@@ -108,20 +159,28 @@ def _outputs(model: PreTrainedModel, layers: Collection[str], answered: list[str
     with ExitStack() as stack:
         for name in layers:
             for module in model.get_submodule(name).modules():
-                if isinstance(module, (nn.Linear, Conv1D)):
+                if isinstance(module, Conv1D) or hasattr(module, "in_features"):
                     stack.callback(module.register_forward_pre_hook(hook(name)).remove)
         yield found
 
 
-def _weighing(output: nn.Module | None, heads: int, value_dim: int) -> Tensor | None:
-    """The quadratic forms [Hkv, dv, dv] that say what an error in a value does to the output."""
-    weight = getattr(output, "weight", None)
-    if output is None or type(weight) is not nn.Parameter or not weight.is_floating_point():
-        return None  # quantized
-    with loaded(output):
-        weight = output.get_parameter("weight").detach().double().cpu()
-    weight = weight.T if isinstance(output, Conv1D) else weight  # [D, H · dv]
+def _weighing(output: nn.Module, heads: int, value_dim: int, model: PreTrainedModel) -> Tensor | None:
+    """The quadratic forms [Hkv, dv, dv] that say what an error in a value does to the output; None for an output that
+    no number of query heads goes into."""
+    weight = _matrix(output, model).double().cpu()  # [D, H · dv]
     if weight.shape[1] % (heads * value_dim):
         return None
     per_head = weight.unflatten(1, (heads, -1, value_dim))
     return torch.einsum("ohgi,ohgj->hij", per_head, per_head)
+
+
+def _matrix(linear: Any, model: PreTrainedModel) -> Tensor:
+    """The weight [outputs, inputs] of a linear layer, whatever it is kept in."""
+    with loaded(linear):
+        weight = getattr(linear, "weight", None)
+        if type(weight) is nn.Parameter and weight.is_floating_point():
+            return weight.detach().T if isinstance(linear, Conv1D) else weight.detach()
+    inputs = torch.eye(linear.in_features, dtype=model.dtype, device=device_of(model))  # quantized
+    with torch.no_grad():
+        outputs = linear(inputs).float() - linear(torch.zeros_like(inputs[:1])).float()
+    return outputs.T

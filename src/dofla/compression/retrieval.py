@@ -1,22 +1,23 @@
 """Retrieval heads: the few KV heads that needles are found with (Wu et al. 2024, arXiv 2404.15574).
 
-They are ranked by what their eviction costs where needles stand far back. With slots for every token they find most of
-what the model finds; what the others then evict costs text more.
+They are ranked by the attention that they pay, where needles are asked for, to where these were told. With slots for
+every token they find most of what the model finds.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
-from transformers import PreTrainedTokenizerBase
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from dofla.compression.eviction_cost import eviction_costs
 from dofla.data import TokenWindows
-from dofla.data.facts import Facts
+from dofla.data.facts import PER_FACT, Facts, one_token_words
 from dofla.errors import DoflaError
-from dofla.integration.converted import Converted
 from dofla.integration.placement import placed_over
+from dofla.integration.recorder import AttentionCall, recording, run_body
 
 FAR = 4096
 """Tokens of a document with needles in it, if the model has so many positions and the text so many tokens."""
+_ROWS_AT_A_TIME = 64
 
 Head = tuple[str, int]
 """The name of a layer, and a KV head of it."""
@@ -27,25 +28,39 @@ def needles_among(windows: TokenWindows, tokenizer: PreTrainedTokenizerBase, pos
     return Facts.among(windows, tokenizer, min(FAR, positions or FAR))
 
 
-def rank_heads(
-    compressed: Converted,
-    shares: Mapping[str, Sequence[float]],
-    text_costs: Mapping[str, Sequence[float]],
-    needles: Facts,
-    report: Callable[[], None],
-) -> list[Head]:
-    """All KV heads, those first on which most hangs.
+def has_words(tokenizer: PreTrainedTokenizerBase | None) -> bool:
+    """True if needles can be written with a tokenizer: not all vocabularies say where words begin."""
+    return tokenizer is not None and len(one_token_words(tokenizer)) * PER_FACT >= FAR
 
-    What eviction costs in a head where needles are asked for, as it would be at an even split (cost times share), is
-    set beside what it costs on text: of either, its part of what all cost. Costs, and the ``shares`` of the bytes that
-    the model is compressed with, are by layer and KV head; ``report`` is called after each document.
-    """
-    found = eviction_costs(compressed, list(placed_over(needles.documents, 1, None)), report, needles.asked)
-    heads = [(name, head) for name, own in shares.items() for head in range(len(own))]
-    text = [text_costs[name][head] for name, head in heads]
-    asked = [found[name][head].item() * shares[name][head] for name, head in heads]
-    parts = [sum(both) for both in zip(_parts(text), _parts(asked), strict=True)]
-    return [head for _, head in sorted(zip(parts, heads, strict=True), reverse=True)]
+
+@torch.no_grad()
+def rank_heads(
+    model: PreTrainedModel, layers: Sequence[str], needles: Facts, report: Callable[[int, int], None]
+) -> list[Head]:
+    """All KV heads of these layers, those first of which a query head attends most to the needles that are asked for:
+    the mean over the tokens that ask of the attention to the needle's tokens. ``report`` is called with (done, total)
+    documents."""
+    found: dict[Head, float] = {}
+    told = needles.told[0]
+
+    def look(call: AttentionCall) -> None:
+        heads, length = call.key.shape[1:3]
+        place, first = torch.arange(length, device=call.key.device), length - needles.asked
+        attention = torch.zeros(call.query.shape[1], device=call.key.device)
+        for rows in torch.arange(first, length, device=call.key.device).split(_ROWS_AT_A_TIME):
+            start, end = told[rows.cpu() - first].to(call.key.device).T.unsqueeze(-1)
+            there = (start <= place) & (place < end)
+            attention += (call.log_weights(rows).exp() * there).sum((0, 2, 3))
+        best = (attention / needles.asked).view(heads, -1).amax(1).tolist()
+        for head, mean in enumerate(best):
+            found[call.name, head] = found.get((call.name, head), 0.0) + mean
+
+    with recording(model, layers, look):
+        for done, batch in enumerate(placed_over(needles.documents, 1, None)):
+            told = needles.told[done]
+            run_body(model, batch)
+            report(done + 1, len(needles.documents))
+    return sorted(found, key=lambda head: (-found[head], head))
 
 
 def check_retrieval_heads(count: int, total: int, known: bool) -> None:
@@ -65,9 +80,3 @@ def by_layer(heads: Sequence[Head]) -> dict[str, list[int]]:
     for name, head in sorted(heads, key=lambda own: own[1]):
         found.setdefault(name, []).append(head)
     return found
-
-
-def _parts(costs: Sequence[float]) -> list[float]:
-    """Each as a part of what all cost that cost anything."""
-    total = sum(max(cost, 0.0) for cost in costs)
-    return [cost / total if total else 0.0 for cost in costs]

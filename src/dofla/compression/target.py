@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
+from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from dofla.compression.size import size_or_ratio
@@ -16,7 +17,7 @@ from dofla.integration.positions import check_context, positions_of
 from dofla.integration.sites import AttentionSite, attention_sites, check_kept, check_left, refuse
 
 _SAMPLED = 4
-"""Numbers of a weight of each module in the fingerprint."""
+"""Numbers of a weight of each module that tell one model from another of the same shapes."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,8 @@ class Target:
     kind: str  # its class
     config: PreTrainedConfig
     sites: Mapping[str, AttentionSite]  # its attention modules by name
-    fingerprint: str  # of the shapes of its attention modules and a few of their weights
+    fingerprint: str  # of the shapes of its attention modules
+    weights: Sequence[float]  # a few of each of them, as bfloat16, in which most are kept
     positions: int | None  # that it has, if it says
     context: int | None = None  # tokens that the cache is for; None: all positions
     keep_softmax: Collection[str] = ()  # names of modules that are left as they are
@@ -43,8 +45,9 @@ class Target:
             check_numbers(context=context)
             check_context(context, positions)
         sites = attention_sites(model)
-        name, digest = model.config._name_or_path or kind, _fingerprint(model, sites)
-        return cls(name, kind, model.config, sites, digest, positions, context, keep_softmax or ())
+        name, digest = model.config._name_or_path or kind, _fingerprint(sites)
+        weights = _a_few_weights(model, sites)
+        return cls(name, kind, model.config, sites, digest, weights, positions, context, keep_softmax or ())
 
     @property
     def length(self) -> int | None:
@@ -81,15 +84,21 @@ class Target:
         return [x for x in self.sites.values() if not (x.linear_time or x.shares_keys or x.name in self.keep_softmax)]
 
 
+def _fingerprint(sites: Mapping[str, AttentionSite]) -> str:
+    """Digest of the names and shapes of attention modules."""
+    shapes = [f"{site.name} {site.heads} {site.kv_heads} {site.head_dim} {site.value_dim}" for site in sites.values()]
+    return hashlib.blake2b("\n".join(shapes).encode(), digest_size=8).hexdigest()
+
+
 @torch.no_grad()
-def _fingerprint(model: PreTrainedModel, sites: Mapping[str, AttentionSite]) -> str:
-    """Digest of attention modules, and of a few of their weights as bfloat16, in which most are kept."""
-    digest = hashlib.blake2b(digest_size=16)
+def _a_few_weights(model: PreTrainedModel, sites: Mapping[str, AttentionSite]) -> list[float]:
+    """Numbers of the first matrix of each module; none of a quantized one, or one that is not in memory."""
+    found: list[float] = []
     for site in sites.values():
-        digest.update(f"{site.name} {site.heads} {site.kv_heads} {site.head_dim} {site.value_dim}".encode())
         for name, weight in model.get_submodule(site.name).named_parameters():
-            if ".dofla." not in f".{name}" and weight.ndim == 2 and weight.is_floating_point() and not weight.is_meta:
-                some = weight.reshape(-1)[:: max(1, weight.numel() // _SAMPLED)][:_SAMPLED]
-                digest.update(some.to(torch.bfloat16).cpu().contiguous().view(torch.uint8).numpy().data)
+            if ".dofla." not in f".{name}" and weight.ndim == 2:
+                if type(weight) is nn.Parameter and weight.is_floating_point() and not weight.is_meta:
+                    some = weight.reshape(-1)[:: max(1, weight.numel() // _SAMPLED)][:_SAMPLED]
+                    found += some.to(torch.bfloat16).tolist()
                 break
-    return digest.hexdigest()
+    return found

@@ -8,6 +8,7 @@ from random import Random
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from dofla.data.windows import TokenWindows
 from dofla.errors import DoflaError
@@ -17,7 +18,9 @@ if TYPE_CHECKING:
 
 FACT = " The number of the {word} is {number}."
 _DIGITS = 5
-_PER_FACT = 128  # tokens of a document for each fact in it; of these, telling it twice takes about thirty
+Span = tuple[int, int]
+PER_FACT = 128
+"""Tokens of a document for each fact in it; of these, telling it twice takes about thirty."""
 
 
 @dataclass(frozen=True)
@@ -26,20 +29,27 @@ class Facts:
     more, in another order."""
 
     documents: TokenWindows
-    asked: int
+    told: (
+        Tensor  # [documents, asked, 2], where the fact of each of these tokens was told: its first token, and the next
+    )
+
+    @property
+    def asked(self) -> int:
+        """Tokens at the end of each document that tell the facts once more."""
+        return self.told.shape[1]
 
     @classmethod
     def among(
-        cls, text: TokenWindows, tokenizer: PreTrainedTokenizerBase, length: int, count: int = 2, seed: int = 0
+        cls, text: TokenWindows, tokenizer: PreTrainedTokenizerBase, length: int, count: int = 1, seed: int = 0
     ) -> Facts:
         """Facts among windows of text, which stand one after the other in an order that is drawn for each of ``count``
         documents of ``length`` tokens, or fewer where the text is shorter. DoflaError for padding, a vocabulary with
         too few words, and no room for a fact."""
         if text.attention_mask is not None:
             raise DoflaError("facts are told among whole windows: give text without padding")
-        words, facts = list(one_token_words(tokenizer)), min(length, text.tokens) // _PER_FACT
+        words, facts = list(one_token_words(tokenizer)), min(length, text.tokens) // PER_FACT
         if facts < 1:
-            raise DoflaError(f"no room for a fact among {min(length, text.tokens)} tokens: {_PER_FACT} are needed")
+            raise DoflaError(f"no room for a fact among {min(length, text.tokens)} tokens: {PER_FACT} are needed")
         if len(words) < facts:
             raise DoflaError(f"the tokenizer has {len(words)} words of one token, fewer than {facts} facts: all differ")
         rng, documents = Random(seed), []
@@ -50,19 +60,23 @@ class Facts:
             ]
             order = torch.tensor(rng.sample(range(len(text)), len(text)))
             documents.append(_with_facts(text.input_ids[order].flatten().tolist(), own, length, rng))
-        length, asked = (min(sizes) for sizes in zip(*((len(ids), own) for ids, own in documents), strict=True))
+        length, asked = (min(map(len, each)) for each in zip(*documents, strict=True))
         ids = torch.tensor([ids[len(ids) - length :] for ids, _ in documents])
-        return cls(TokenWindows(ids, source=f"facts among {text.source}"), asked)
+        told = [torch.tensor(places[len(places) - asked :]) - (len(ids) - length) for ids, places in documents]
+        return cls(TokenWindows(ids, source=f"facts among {text.source}"), torch.stack(told).clamp_min(0))
 
 
-def _with_facts(text: list[int], facts: list[list[int]], length: int, rng: Random) -> tuple[list[int], int]:
-    """At most ``length`` tokens, of a text with facts in it and again at its end; and how many the latter are."""
-    again = [token for fact in rng.sample(facts, len(facts)) for token in fact]
-    text = text[: length - 2 * len(again)]
+def _with_facts(text: list[int], facts: list[list[int]], length: int, rng: Random) -> tuple[list[int], list[Span]]:
+    """At most ``length`` tokens, of a text with facts in it and again at its end; and for each token of the latter,
+    where its fact stands in the text."""
+    again = rng.sample(range(len(facts)), len(facts))
+    text = text[: length - 2 * sum(map(len, facts))]
     places = sorted(rng.randrange(len(text) + 1) for _ in facts)
     for place, fact in reversed(list(zip(places, facts, strict=True))):
         text[place:place] = fact
-    return text + again, len(again)
+    firsts = [place + sum(map(len, facts[:n])) for n, place in enumerate(places)]
+    told = [(firsts[n], firsts[n] + len(facts[n])) for n in again for _ in facts[n]]
+    return text + [token for n in again for token in facts[n]], told
 
 
 def pieces(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:

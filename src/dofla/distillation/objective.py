@@ -22,22 +22,20 @@ class Objective:
     """The loss of a whole student, which computes what the teacher does within the block of ``teacher``.
 
     ``kl`` (models that generate) is KL(teacher ‖ student) of the next-token distributions in nats, mean over the real
-    tokens predicted, of which the ``last`` of each window count, or all. ``embedding`` (all others) is the squared
+    tokens predicted. ``embedding`` (all others) is the squared
     error of the last hidden states over their teacher's variance in the batch, mean over real tokens, plus 1 − the
     cosine of the mean-pooled states, mean over windows.
     """
 
-    def __init__(
-        self, student: PreTrainedModel, teacher: Callable[[], AbstractContextManager], last: int | None = None
-    ) -> None:
-        self.student, self.teacher, self.last = student, teacher, last
+    def __init__(self, student: PreTrainedModel, teacher: Callable[[], AbstractContextManager]) -> None:
+        self.student, self.teacher = student, teacher
         self.name = NEXT_TOKEN if student.can_generate() else EMBEDDING
         self.head_apart = self.name == NEXT_TOKEN and _head_stands_apart(student)
 
     def count(self, batch: Mapping[str, Tensor]) -> int:
         """Real tokens of a batch that the mean is over (an encoder's windows, where none is padded: all are alike)."""
         if self.name == NEXT_TOKEN:
-            return int(self._counted(batch).sum())
+            return int(predicted(batch).sum())
         return int(batch["attention_mask"].sum()) if "attention_mask" in batch else len(next(iter(batch.values())))
 
     def __call__(self, batch: Mapping[str, Tensor], tokens: int, windows: int) -> Tensor:
@@ -46,18 +44,11 @@ class Objective:
             theirs = self._read(batch)
         ours = self._read(batch)
         if self.name == NEXT_TOKEN:
-            return self._divergence(ours, theirs, self._counted(batch).bool()) / max(tokens, 1)
+            return self._divergence(ours, theirs, predicted(batch).bool()) / max(tokens, 1)
         mask = batch.get("attention_mask", torch.ones(ours.shape[:2], device=ours.device))
         error = relative_error(ours[mask.bool()], theirs[mask.bool()]) * self.count(batch) / tokens
         cosine = (mean_pooled(ours, mask) * mean_pooled(theirs, mask)).sum(dim=-1)
         return error + (1 - cosine).sum() / windows
-
-    def _counted(self, batch: Mapping[str, Tensor]) -> Tensor:
-        """1 for each prediction that the mean is over [B, L - 1]."""
-        real = predicted(batch)
-        if self.last is not None:
-            real[:, : max(real.shape[1] - self.last, 0)] = 0
-        return real
 
     def _read(self, batch: Mapping[str, Tensor]) -> Tensor:
         """Hidden states [B, L, d], or logits [B, L, V] where the head cannot be applied to some positions alone."""

@@ -4,30 +4,24 @@ import time
 
 import torch
 
-from dofla.compression.calibrate import COPY_DISTANCE, COPY_FRACTION
-from dofla.compression.directions import WINDOWS
+from dofla.compression.calibrate import HELD_OUT_TOKENS
+from dofla.compression.directions import LENGTH, WINDOWS
+from dofla.compression.retrieval import FAR
 
-_LENGTH = 512  # tokens of a window
 _WIDTH = {"cpu": 1024}
 _WIDE = 4096
 """Widths of the matrices that are timed: so small on a CPU that a busy one leaves some of the products alone."""
 _SECONDS = 0.3  # duration of timing
 _TIMES = 1.7
-"""Seconds that calibration took for each of these products, in models of 4 M to 50 M parameters: attention, codes and
+"""Seconds that calibration took for each of these products, in models of 4 M to 500 M parameters: attention, codes and
 what is not a product take the rest."""
 
 
 def calibration_operations(per_token: float) -> float:
-    """Operations of products with weights in calibration with :data:`~dofla.compression.directions.WINDOWS` windows, if
-    a forward pass takes ``per_token`` of them for each token.
-
-    Each token is read once for its directions. Head budgets take a pass of the original, one of the model, and one
-    backward, which is as much again since only activations have gradients; some of the text is read twice over. Then
-    even and measured budgets are tried on all of it, each by a pass of the original and one of the model.
-    """
-    text = WINDOWS * _LENGTH
-    repeated = 2 * COPY_DISTANCE * (round(COPY_FRACTION * WINDOWS) * _LENGTH // COPY_DISTANCE)
-    return per_token * (text + 7 * (text + repeated))
+    """Operations of products with weights in calibration on the default windows, if a forward pass takes ``per_token``
+    of them for each token: each token is read once; then even and measured budgets are tried on some of them, each by a
+    pass of the original and one of the compressed model; and retrieval heads take a document with needles."""
+    return per_token * (WINDOWS * LENGTH + 4 * HELD_OUT_TOKENS + FAR)
 
 
 @torch.no_grad()

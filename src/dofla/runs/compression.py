@@ -1,11 +1,12 @@
 """A compression: one calibration, kept beside the model that is compressed by it."""
 
+import math
 from pathlib import Path
 
 from dofla.compression.calibrate import calibrate
 from dofla.compression.calibration import Calibration
 from dofla.compression.compress import check_fit, compress
-from dofla.compression.directions import WINDOWS
+from dofla.compression.directions import LENGTH, WINDOWS
 from dofla.compression.target import Target
 from dofla.distillation.distributed import wait
 from dofla.runs.models import Models
@@ -42,7 +43,7 @@ class CompressedModels(Models[Compression, ModelSpec]):
         with self.view.progress("calibrate") as bar:
             measured: Calibration = calibrate(
                 model,
-                self.opened.training.take(WINDOWS),
+                self.opened.training.take(math.ceil(WINDOWS * LENGTH / self.opened.training.length)),
                 head_budgets=recipe.head_budgets,
                 tokenizer=tokenizer,
                 context=recipe.context,

@@ -1,0 +1,67 @@
+"""Calibrations that were made before: this user's, those that come with dofla, and those on the hub."""
+
+import logging
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from huggingface_hub import constants
+from transformers.utils import cached_file
+
+from dofla.compression.calibration import SAME, Calibration, difference
+from dofla.compression.target import Target
+from dofla.errors import DoflaError
+
+logger = logging.getLogger(__name__)
+
+BASE = "base"
+"""The word for the calibration of any model of the same shapes: of the one that this was fine-tuned from."""
+SHIPPED = Path(__file__).with_name("calibrations")
+PLACE = "DOFLA_CALIBRATIONS"
+"""Variable of the environment: another repository of the hub, or a folder, to look for calibrations in."""
+
+
+def known(target: Target, *, base: bool = False) -> Calibration | None:
+    """The calibration of a model that was made before, of the same weights or, for ``base``, of those most like them;
+    None if there is none. The log says where it is from."""
+    for place, paths in _places(target):
+        found = []
+        for path in paths:
+            try:
+                found.append((difference(target.weights, (own := Calibration.load(path)).weights), str(path), own))
+            except DoflaError as error:
+                logger.warning("passed over: %s", error)
+        for off, _, own in sorted(found, key=lambda x: x[:2]):
+            whole = own.fingerprint == target.fingerprint and all(x.name in own.directions for x in target.compressed)
+            if whole and (base or off <= SAME):
+                logger.warning("the calibration of %s %s is used", own.model or "this model", place)
+                return own
+    return None
+
+
+def keep(calibration: Calibration) -> Path:
+    """The file that a calibration of this user is kept in from now on."""
+    name = re.sub("[^A-Za-z0-9.]+", "-", Path(calibration.model).name) or "model"
+    path = cache_folder() / f"{calibration.fingerprint}-{name}.safetensors"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    calibration.save(path)
+    return path
+
+
+def cache_folder() -> Path:
+    """The folder of this user's calibrations."""
+    return Path(constants.HF_HOME) / "dofla" / "calibrations"
+
+
+def _places(target: Target) -> Iterator[tuple[str, list[Path]]]:
+    """Where calibrations may be, in words, and the files there that may be of the model."""
+    pattern, hub = f"{target.fingerprint}-*.safetensors", os.environ.get(PLACE, "dofla/calibrations")
+    yield "in your cache", sorted(cache_folder().glob(pattern))
+    if Path(hub).is_dir():
+        yield f"in {hub}", sorted(Path(hub).glob(pattern))
+    yield "among those that come with dofla", sorted(SHIPPED.glob(pattern))
+    if "/" in target.name and not Path(hub).is_dir() and not Path(target.name).exists():  # it came from the hub
+        quietly = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
+        path = cached_file(hub, f"{target.name}.safetensors", **quietly, _raise_exceptions_for_gated_repo=False)
+        yield f"of {hub} on the hub", [Path(path)] if path else []
