@@ -102,7 +102,8 @@ def test_an_adapter_and_its_base_give_the_student_again(family, kind, tmp_path):
 
 
 def test_an_adapter_holds_the_feature_maps_and_nothing_else(adapter):
-    assert {path.name for path in adapter.iterdir()} == {ADAPTER, WEIGHTS, "plan.json", "record.json", "README.md"}
+    files = {ADAPTER, WEIGHTS, "config.json", "plan.json", "record.json", "README.md"}
+    assert {path.name for path in adapter.iterdir()} == files
     model = dofla.load(adapter)
     held, maps = load_file(adapter / WEIGHTS), feature_map_tensors(model)
     assert held.keys() == maps.keys()
