@@ -4,7 +4,6 @@ import json
 import shutil
 
 import pytest
-import torch
 from tiny_families import teacher, tokens
 from transformers import AutoModel, AutoModelForCausalLM
 
@@ -60,13 +59,9 @@ def test_transformers_is_told_that_a_folder_is_an_adapter(home, tokenizer, tmp_p
         DoflaError, match=r"me/adapter is an adapter: dofla\.load opens it"
     ):  # as a name on the hub has it
         AutoModel.from_config(AdapterConfig(name_or_path="me/adapter"))
-    shutil.copytree(home / "adapter", tmp_path / "adapter")
-    tokenizer.save_pretrained(tmp_path / "adapter")
-    assert load_tokenizer(tmp_path / "adapter").get_vocab() == tokenizer.get_vocab()
-    (tmp_path / "adapter" / "config.json").unlink()  # as in adapters of earlier versions
-    assert torch.equal(
-        dofla.load(tmp_path / "adapter")(tokens(1, 8)).logits, dofla.load(home / "adapter")(tokens(1, 8)).logits
-    )
+    tokenizer.save_pretrained(tmp_path)
+    shutil.copy(home / "adapter" / "config.json", tmp_path)
+    assert load_tokenizer(tmp_path).get_vocab() == tokenizer.get_vocab()
 
 
 @pytest.mark.parametrize("name", ["gguf", "peft", "empty"])

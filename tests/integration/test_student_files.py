@@ -48,13 +48,6 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture
-def base(tmp_path):
-    """A llama teacher on disk."""
-    teacher("llama").save_pretrained(tmp_path / "base")
-    return tmp_path / "base"
-
-
-@pytest.fixture
 def adapter(base, tmp_path):
     """An adapter of a student of ``base``, with weights that no seed gives."""
     model = AutoModelForCausalLM.from_pretrained(base)

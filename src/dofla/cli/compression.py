@@ -66,11 +66,15 @@ def calibrate(
 ) -> dict[str, Any]:
     """Measure what compress needs to know of a model, for any size."""
     from dofla import calibrate as measure
+    from dofla.integration.room import check_disk
     from dofla.runs.check import target_of
     from dofla.runs.opening import open_original
 
     view = current_view()
-    target_of(model, settings.get("context"), settings.get("keep_softmax", ()))
+    if target := target_of(model, settings.get("context"), settings.get("keep_softmax", ())):
+        shapes = [(site.kv_heads, site.head_dim, site.value_dim) for site in target.compressed]
+        numbers = sum(heads * (2 * d * (d + 1) + dv * (2 * dv + 1)) for heads, d, dv in shapes)
+        check_disk(out, numbers * 8, "the calibration")
     opened, tokenizer = open_original(model, device=device, **opening)
     windows = windows_from(data, opened, tokenizer, text)
     with view.progress("calibrate") as bar:
@@ -110,6 +114,7 @@ def compress(
     from dofla.compression.compress import check_fit
     from dofla.integration.checkpoint import warn_of_local_base, write_adapter
     from dofla.integration.converted import Converted
+    from dofla.integration.room import check_disk
     from dofla.runs.check import target_of
     from dofla.runs.opening import open_original
     from dofla.storage.files import new_folder
@@ -126,6 +131,8 @@ def compress(
     with ExitStack() as stack:
         folders = {kind: stack.enter_context(new_folder(path)) for kind, path in kinds.items() if path is not None}
         compressed, tokenizer = open_original(model, device=device, **opening)
+        if out is not None:
+            check_disk(out, compressed.get_memory_footprint(), "the model")
         windows = None if measured else windows_from(data or "self", compressed, tokenizer, text)
         options = {"ratio": ratio, "calibration": measured, "tokenizer": tokenizer, **settings}
         with view.progress("compress") as bar:

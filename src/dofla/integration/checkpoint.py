@@ -25,6 +25,7 @@ from dofla.integration.packages import DEMO, packaged_name, packaged_path
 from dofla.integration.precision import warn_of_slow_products
 from dofla.integration.quantizer import METHOD
 from dofla.integration.record import RECORD, Record
+from dofla.integration.room import warn_of_memory
 from dofla.integration.saving import completed_record
 from dofla.integration.surgery import convert, restore
 from dofla.integration.trained import is_trained, keep_original, lora_of, weights_of
@@ -324,6 +325,7 @@ def load_model(
     try:
         config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
         auto = class_of(config, class_name, trust_remote_code)
+        warn_of_memory(config, getattr(auto, "from_config", auto), kwargs)
         model, loaded = auto.from_pretrained(name, **options, **kwargs)
     except Exception as error:  # a config with a wrong field fails in any way
         first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
