@@ -4,6 +4,7 @@ Tests compute in one thread, or in ``OMP_NUM_THREADS``, and so do the processes 
 """
 
 import os
+from pathlib import Path
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -11,6 +12,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import pytest
 import torch
 import trials
+from tiny_families import teacher
 from transformers import (
     AutoTokenizer,
     BertConfig,
@@ -112,6 +114,13 @@ def tiny() -> Tiny:
 @pytest.fixture(scope="session")
 def tokenizer() -> PreTrainedTokenizerBase:
     return AutoTokenizer.from_pretrained(model_path())
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    """A llama teacher on disk."""
+    teacher("llama").save_pretrained(tmp_path / "base")
+    return tmp_path / "base"
 
 
 def pytest_configure(config: pytest.Config) -> None:

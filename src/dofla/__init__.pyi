@@ -11,9 +11,9 @@ from .integration.checkpoint import load, save_adapter
 from .integration.self_samples import token_windows
 from .integration.sharing import note, push_adapter
 from .integration.surgery import original, restore
-from .runs.bundled import demo
 from .runs.check import Check, check
 from .runs.frontier import Frontier, frontier
+from .runs.opening import demo
 
 __version__: str
 

@@ -27,7 +27,7 @@ SHORT = ["--size", "102KiB", "--set", "windows=2", "--set", "length=32", "--set"
         (
             ["run", "compress", "--set", "model=demo", "--out", "new"],
             "dofla.runs.run.run",
-            "(new has what was finished: the same command",
+            "(new has what was finished",
         ),
         (["demo", "--out", "new"], "dofla.runs.run.run", "(new has what was finished: the same command"),
         (["reproduce"], "dofla.paper.run.reproduce", "(runs/reproduce-demo-full has what was finished: the same"),

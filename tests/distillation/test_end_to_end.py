@@ -4,6 +4,7 @@ import copy
 import json
 import math
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -134,8 +135,11 @@ def test_teacher_and_original_stay_bit_for_bit(tiny, weights, dtype):
     assert not any(torch.equal(value, maps[name]) for name, value in feature_maps(student).items())
     assert not torch.equal(logits(student, tokens), answers)
     assert equal(base_weights(student), weights_before) == (weights == "maps")
-    with dofla.original(student):  # a block within a block is the teacher still
+    answers = logits(student, tokens)
+    with dofla.original(student), ThreadPoolExecutor(1) as pool:  # a block within a block is the teacher still
         assert torch.equal(teacher_logits(student, tokens), before)
+        assert torch.equal(pool.submit(logits, student, tokens).result(), answers)  # in its own thread alone
+        assert equal(base_weights(student), weights_before)
     with torch.inference_mode(), dofla.original(student):
         student(tokens)
     student(tokens).logits.sum().backward()

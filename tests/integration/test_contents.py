@@ -5,10 +5,12 @@ import shutil
 
 import pytest
 from tiny_families import teacher, tokens
+from transformers import AutoModel, AutoModelForCausalLM
 
 import dofla
 from dofla.errors import DoflaError
 from dofla.integration.checkpoint import load_any
+from dofla.integration.contents import AdapterConfig
 from dofla.runs.check import target_of
 from dofla.runs.demo import model_path
 from dofla.runs.opening import load_tokenizer, open_original
@@ -47,6 +49,19 @@ def home(tmp_path_factory):
 def test_an_original_is_wanted_and_something_else_is_there(home, opened_by, name, message):
     with pytest.raises(DoflaError, match=message):
         opened_by(str(home / name))
+
+
+def test_transformers_is_told_that_a_folder_is_an_adapter(home, tokenizer, tmp_path):
+    for kind in (AutoModelForCausalLM, AutoModel):
+        with pytest.raises(DoflaError, match=r"adapter is an adapter of .*/base: dofla\.load opens it"):
+            kind.from_pretrained(home / "adapter")
+    with pytest.raises(
+        DoflaError, match=r"me/adapter is an adapter: dofla\.load opens it"
+    ):  # as a name on the hub has it
+        AutoModel.from_config(AdapterConfig(name_or_path="me/adapter"))
+    tokenizer.save_pretrained(tmp_path)
+    shutil.copy(home / "adapter" / "config.json", tmp_path)
+    assert load_tokenizer(tmp_path).get_vocab() == tokenizer.get_vocab()
 
 
 @pytest.mark.parametrize("name", ["gguf", "peft", "empty"])

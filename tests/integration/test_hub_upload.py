@@ -22,7 +22,7 @@ from dofla.integration.converted import Converted, is_converted
 from dofla.runs.opening import open_model
 
 CHECKPOINT = {"config.json", "generation_config.json", "model.safetensors", "README.md"}
-ADAPTER = {"dofla_adapter.json", "dofla.safetensors", "plan.json", "record.json", "README.md"}
+ADAPTER = {"config.json", "dofla_adapter.json", "dofla.safetensors", "plan.json", "record.json", "README.md"}
 
 
 @pytest.fixture

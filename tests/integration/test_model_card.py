@@ -34,13 +34,6 @@ LANGUAGE |= {"kl": 0.25, "top1_agreement": 0.875}
 FIGURES = {"source": "/home/me/my_text.txt.gz (validation)", "windows": 8, "length": 24, "language": LANGUAGE}
 
 
-@pytest.fixture
-def base(tmp_path):
-    """A llama teacher on disk."""
-    teacher("llama").save_pretrained(tmp_path / "base")
-    return tmp_path / "base"
-
-
 def student_of(base):
     model = AutoModelForCausalLM.from_pretrained(base)
     return dofla.linear.linearize(model, plan_for(model, "ragged"))

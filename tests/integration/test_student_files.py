@@ -48,13 +48,6 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture
-def base(tmp_path):
-    """A llama teacher on disk."""
-    teacher("llama").save_pretrained(tmp_path / "base")
-    return tmp_path / "base"
-
-
-@pytest.fixture
 def adapter(base, tmp_path):
     """An adapter of a student of ``base``, with weights that no seed gives."""
     model = AutoModelForCausalLM.from_pretrained(base)
@@ -102,7 +95,8 @@ def test_an_adapter_and_its_base_give_the_student_again(family, kind, tmp_path):
 
 
 def test_an_adapter_holds_the_feature_maps_and_nothing_else(adapter):
-    assert {path.name for path in adapter.iterdir()} == {ADAPTER, WEIGHTS, "plan.json", "record.json", "README.md"}
+    files = {ADAPTER, WEIGHTS, "config.json", "plan.json", "record.json", "README.md"}
+    assert {path.name for path in adapter.iterdir()} == files
     model = dofla.load(adapter)
     held, maps = load_file(adapter / WEIGHTS), feature_map_tensors(model)
     assert held.keys() == maps.keys()

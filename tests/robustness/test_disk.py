@@ -1,6 +1,7 @@
 """A disk that is full or not to be written to, and two processes at one folder: one line, and what was there stays."""
 
 import os
+import re
 import resource
 import shutil
 import signal
@@ -8,12 +9,16 @@ import subprocess
 import sys
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from command_line import call
 
 from dofla import DoflaError
+from dofla.display import size
+from dofla.integration import room
+from dofla.integration.checkpoint import load_model
 from dofla.storage.files import new_folder, read_json, replacing, write_json
 from dofla.storage.lock import locked
 from dofla.storage.tensors import read_tensors, write_tensors
@@ -172,7 +177,13 @@ def test_a_second_process_is_told_who_works_in_the_folder(made, tmp_path, capsys
         pass
 
 
-def test_what_killed_processes_left_goes(tmp_path):
+def test_what_killed_processes_left_goes_and_what_a_living_one_writes_stays(tmp_path):
+    with subprocess.Popen(["sleep", "60"]) as other:
+        theirs = tmp_path / f".a.json.partial-{other.pid}"
+        theirs.mkdir()
+        write_json(tmp_path / "a.json", {})
+        assert theirs.exists()
+        other.kill()
     gone = subprocess.Popen(["true"])
     gone.wait()
     leftovers = [tmp_path / "a" / f".b.json.partial-{gone.pid}", tmp_path / "a" / f".c.partial-{os.getpid()}"]
@@ -195,15 +206,6 @@ def test_a_run_that_is_killed_goes_on_and_ends_with_the_same_weights(tmp_path):
     assert done.stdout.rstrip().splitlines()[-1].startswith("3 of 3")
 
 
-def test_what_a_living_process_writes_stays(tmp_path):
-    with subprocess.Popen(["sleep", "60"]) as other:
-        theirs = tmp_path / f".a.json.partial-{other.pid}"
-        theirs.mkdir()
-        write_json(tmp_path / "a.json", {})
-        assert theirs.exists()
-        other.kill()
-
-
 def test_a_file_has_the_rights_that_others_have(tmp_path):
     write_json(tmp_path / "a.json", {})
     write_tensors(tmp_path / "a.safetensors", {"a": torch.zeros(1)})
@@ -219,3 +221,24 @@ def test_a_folder_that_holds_something_else_is_no_runs(made, tmp_path, capsys):
     (tmp_path / "out").write_text("a file")
     assert call("run", made / "recipe.yaml", "--out", tmp_path / "out") == 2
     assert f"cannot write {tmp_path / 'out'}: File exists" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", ["calibrate model", "compress model --ratio 4", "distill model --plan plan.json"])
+def test_too_little_room_is_said_before_the_work(made, tmp_path, capsys, monkeypatch, words):
+    monkeypatch.setattr("dofla.runs.opening.windows_of", lambda *_, **__: pytest.fail("no text is read"))
+    monkeypatch.setattr(shutil, "disk_usage", lambda place: SimpleNamespace(free=100) if place == tmp_path else None)
+    monkeypatch.chdir(made)
+    assert call(*words.split(), "--data", "text.txt", "--out", tmp_path / "x") == 2
+    said = r"too little room on the disk of .*/x: the \w+ takes \d+\.\d KiB, 100 B are free: make room, or choose"
+    assert re.search(said, capsys.readouterr().err)
+    assert not any(tmp_path.iterdir())
+
+
+def test_too_little_memory_is_said_before_weights_are_read(made, tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(room, "_MEMORY", tmp_path / "meminfo")
+    needed = 2 * load_model(made / "model").num_parameters()
+    for kilobytes, options in [(needed // 1024, {}), (1, {"device_map": "cpu"}), (1, {})]:
+        assert not caplog.records
+        (tmp_path / "meminfo").write_text(f"MemAvailable: {kilobytes} kB\nSwapFree: 1 kB\n")
+        load_model(made / "model", dtype=torch.bfloat16, **options)
+    assert f"too little memory: the weights take {size(needed)} in bfloat16, 2.0 KiB are available" in caplog.text

@@ -118,6 +118,7 @@ def compress(
     from dofla.integration.checkpoint import warn_of_local_base, write_adapter
     from dofla.integration.converted import Converted
     from dofla.integration.positions import positions_of
+    from dofla.integration.room import check_disk
     from dofla.runs.check import target_of
     from dofla.runs.opening import open_original
     from dofla.storage.files import new_folder
@@ -134,6 +135,8 @@ def compress(
     with ExitStack() as stack:
         folders = {kind: stack.enter_context(new_folder(path)) for kind, path in kinds.items() if path is not None}
         compressed, tokenizer = open_original(model, device=device, **opening)
+        if out is not None:
+            check_disk(out, compressed.get_memory_footprint(), "the model")
         windows = None
         if data is not None:
             cut = {**default_cut(positions_of(compressed)), **text}

@@ -162,7 +162,8 @@ def distill(
     """Distill feature maps from softmax attention, layer by layer."""
     from dofla.distillation import distill as train
     from dofla.distillation import tracked
-    from dofla.integration.checkpoint import warn_of_local_base, write_adapter
+    from dofla.integration.checkpoint import feature_map_tensors, warn_of_local_base, write_adapter
+    from dofla.integration.room import check_disk
     from dofla.integration.surgery import linearize
     from dofla.plans.plan import Plan
     from dofla.runs.opening import open_original
@@ -177,6 +178,9 @@ def distill(
     wanted = Plan.load(plan)
     opened, tokenizer = open_original(model, device=device, **opening)
     linearize(opened, wanted, seed=settings.get("seed", 0))
+    # A checkpoint has two moments beside each parameter, and is written beside the one before; then comes the adapter.
+    maps = sum(tensor.nbytes for tensor in feature_map_tensors(opened).values())
+    check_disk(out, (2 * 3 + 1) * maps, "the training")
     tokens = windows_from(data, opened, tokenizer, {**text, "length": length, "windows": windows})
     with locked(out):
         trackers = tracking_of(**tracking)

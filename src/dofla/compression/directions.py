@@ -50,7 +50,7 @@ class Symmetric(NamedTuple):
         return root.unsqueeze(-1) * correlation * root.unsqueeze(-2)
 
 
-def default_cut(positions: int | None) -> dict[str, int]:
+def default_cut(positions: int | None) -> dict[str, Any]:
     """Length and number of the windows to calibrate on, for a model with so many positions."""
     length = min(LENGTH, positions or LENGTH)
     return {"length": length, "windows": WINDOWS * LENGTH // length}

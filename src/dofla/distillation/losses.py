@@ -101,8 +101,4 @@ def l2_loss(teacher: AttentionCall, call: AttentionCall, layer: AttentionLayer, 
     return (error - square).mean()
 
 
-LOSSES: dict[str, LayerLoss] = {
-    "softmax": softmax_loss,
-    "l2": l2_loss,
-    "output": output_loss,
-}
+LOSSES: dict[str, LayerLoss] = {"softmax": softmax_loss, "l2": l2_loss, "output": output_loss}

@@ -5,4 +5,4 @@ and sharing with the record that a model card is made from; and what runs a mode
 model's own samples. Knows plans, profiles and windows, and nothing of training.
 """
 
-from dofla.integration import interface, quantizer, saving  # noqa: F401 - importing registers
+from dofla.integration import contents, interface, quantizer, saving  # noqa: F401 - importing registers

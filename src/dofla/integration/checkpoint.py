@@ -11,10 +11,11 @@ import transformers
 from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
+from transformers.utils import CONFIG_NAME
 
 from dofla.attention.coding.coder import check_coders
 from dofla.errors import DoflaError, about
-from dofla.integration.contents import ADAPTER, check_model
+from dofla.integration.contents import ADAPTER, AdapterConfig, check_model
 from dofla.integration.converted import Converted, is_converted
 from dofla.integration.hub import fetch, hub_name
 from dofla.integration.lora import factor_pairs, merge_factors
@@ -24,6 +25,7 @@ from dofla.integration.packages import DEMO, packaged_name, packaged_path
 from dofla.integration.precision import warn_of_slow_products
 from dofla.integration.quantizer import METHOD
 from dofla.integration.record import RECORD, Record
+from dofla.integration.room import warn_of_memory
 from dofla.integration.saving import completed_record
 from dofla.integration.surgery import convert, restore
 from dofla.integration.trained import is_trained, keep_original, lora_of, weights_of
@@ -97,6 +99,7 @@ def write_adapter(model: PreTrainedModel, folder: Path) -> None:
     description = {"format": _FORMAT, "base_model": base_of(model), "class": type(model).__name__}
     digests = {name: sha256(folder / name) for name in _CHECKED if (folder / name).exists()}
     write_json(folder / ADAPTER, description | {"sha256": digests})
+    write_json(folder / CONFIG_NAME, {"model_type": AdapterConfig.model_type})
     record = completed_record(model)
     record.save(folder / RECORD)
     write_card(folder, Converted.of(model).plan, record, adapter=True)
@@ -300,11 +303,7 @@ def class_of(config: PreTrainedConfig, class_name: str | None = None, trust_remo
 
 
 def load_model(
-    name: str | Path,
-    *,
-    class_name: str | None = None,
-    trust_remote_code: bool = False,
-    **kwargs: Any,
+    name: str | Path, *, class_name: str | None = None, trust_remote_code: bool = False, **kwargs: Any
 ) -> PreTrainedModel:
     """A model from a folder or the hub, in the class its config names; in eval mode.
 
@@ -326,6 +325,7 @@ def load_model(
     try:
         config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
         auto = class_of(config, class_name, trust_remote_code)
+        warn_of_memory(config, getattr(auto, "from_config", auto), kwargs)
         model, loaded = auto.from_pretrained(name, **options, **kwargs)
     except Exception as error:  # a config with a wrong field fails in any way
         first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

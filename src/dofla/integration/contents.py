@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from transformers import AutoConfig, PreTrainedConfig
 from transformers.utils import CONFIG_NAME
 
 from dofla.errors import DoflaError
@@ -12,6 +13,21 @@ from dofla.integration.quantizer import METHOD
 
 ADAPTER = "dofla_adapter.json"
 _PEFT = "adapter_config.json"
+
+
+class AdapterConfig(PreTrainedConfig):
+    """The config of an adapter, which describes no model: asked for one, transformers says what the folder is."""
+
+    model_type = "dofla_adapter"
+
+    @property
+    def auto_map(self) -> Any:
+        """What the auto classes of models, and no others, ask a config first."""
+        check_model(self._name_or_path)
+        raise DoflaError(f"{self._name_or_path} is an adapter: dofla.load opens it")
+
+
+AutoConfig.register(AdapterConfig.model_type, AdapterConfig)
 
 
 def check_original(place: str) -> None:

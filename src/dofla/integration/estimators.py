@@ -95,10 +95,7 @@ class Reservoir:
         keys, queries = new[new < batch * length], new[new >= batch * length] - batch * length
         member = torch.randint(groups, (len(queries),), generator=self.generator)
         grouped = call.query.view(batch, kv_heads, groups, length, head_dim)
-        parts = [
-            call.key[keys // length, :, keys % length],
-            grouped[queries // length, :, member, queries % length],
-        ]
+        parts = [call.key[keys // length, :, keys % length], grouped[queries // length, :, member, queries % length]]
         parts = [part.transpose(0, 1).to("cpu", torch.float32) for part in parts]
         if len(self.tags):
             parts.insert(0, self.vectors[:, old])

@@ -183,8 +183,7 @@ def restore(model: PreTrainedModel) -> PreTrainedModel:
 @contextmanager
 def original(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
     """Within the block the converted model is its own original: softmax attention, and the weights it had before
-    end-to-end training if there was any. Other threads go on with the converted model, unless its weights were trained:
-    those are exchanged for all."""
+    end-to-end training if there was any. Other threads go on with the converted model."""
     Converted.of(model)
     outermost = computed_instead(model.config) is None
     with computing(model, getattr(model, SOFTMAX)), original_weights(model):

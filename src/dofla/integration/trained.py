@@ -5,11 +5,13 @@ beside them, as buffers that no checkpoint holds: ``dofla.original(student)`` co
 still with the teacher, and ``dofla.restore(student)`` puts them back bit for bit.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 _ORIGINAL = "_dofla_original_"
@@ -45,20 +47,26 @@ def keep_original(model: PreTrainedModel, names: Iterable[str], lora: Mapping[st
 
 @contextmanager
 def original_weights(model: PreTrainedModel) -> Iterator[None]:
-    """Within the block the model computes with the original weights. No effect if none were trained."""
-    lora = model.__dict__.pop(_LORA, None)  # so that a block within this one changes nothing
-    if lora is None:
+    """Within the block, and in this thread alone, the model computes with the original weights. No effect if none were
+    trained."""
+    own = {id(module._parameters[key]): module.get_buffer(_ORIGINAL + key) for module, key in _places(model)}
+    with _Instead(own) if own else nullcontext():
         yield
-        return
-    ours = [(module, key, module._parameters[key]) for module, key in _places(model)]
-    for module, key, _ in ours:
-        module._parameters[key] = nn.Parameter(module.get_buffer(_ORIGINAL + key), requires_grad=False)
-    try:
-        yield
-    finally:
-        for module, key, parameter in ours:
-            module._parameters[key] = parameter
-        setattr(model, _LORA, lora)
+
+
+class _Instead(TorchFunctionMode):
+    """Within the block PyTorch's functions get other tensors than those with these ids. Only the thread that entered
+    the block is in it."""
+
+    def __init__(self, others: Mapping[int, Tensor]) -> None:
+        super().__init__()
+        self.others = others
+
+    def __torch_function__(self, function: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        return function(*self._of(args), **{name: self._of(value) for name, value in (kwargs or {}).items()})
+
+    def _of(self, value: Any) -> Any:
+        return type(value)(map(self._of, value)) if type(value) in (list, tuple) else self.others.get(id(value), value)
 
 
 @torch.no_grad()

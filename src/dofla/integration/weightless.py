@@ -19,15 +19,15 @@ def without_weights(config: PreTrainedConfig, build: Callable[[PreTrainedConfig]
         del config.quantization_config  # of weights that are not there
     with torch.device("meta"):
         model = build(config)
+    made: dict[Tensor, Tensor] = {}  # what several modules share stays one
     for module in model.modules():
         places: tuple[dict[str, Any], ...] = (module._parameters, module._buffers, vars(module))
         for tensors in places:
             for name, tensor in tensors.items():
                 if isinstance(tensor, Tensor) and tensor.is_meta:
                     ones = torch.ones((), dtype=tensor.dtype, device="cpu").expand(tensor.shape)
-                    tensors[name] = (
-                        nn.Parameter(ones, requires_grad=False) if isinstance(tensor, nn.Parameter) else ones
-                    )
+                    one = nn.Parameter(ones, requires_grad=False) if isinstance(tensor, nn.Parameter) else ones
+                    tensors[name] = made.setdefault(tensor, one)
     model.set_experts_implementation("eager")  # expert by expert, each a product of its own
     return model.eval()
 

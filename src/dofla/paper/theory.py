@@ -15,6 +15,15 @@ the kernel as `gram` [J, J], so any positive feature map and any base distributi
 positive random features. Multiplying the kernel by c, the features by √c and λ by c changes no leverage score and no
 degrees of freedom, so "λ relative to the trace" is `log_scale=prf_log_trace(x, scaling)` in both `prf_*` calls.
 
+Arguments mean the same everywhere: `x` [J, d] are queries and keys, `z` [Z, d] directions, each N(0, I) under the base
+distribution, `scaling` > 0 is the factor of the kernel's exponent, `log_scale` the log of what the kernel is divided by
+(`prf_log_trace` makes the trace of Σ one); `log_features` [J, Z] are log φ(x_j; z) on the scale of `gram`, which is
+symmetric and positive semi-definite; `lam` > 0 is λ in the unit of the kernel; `log_density` [Z] is log q(z), q
+relative to the base distribution (zeros: that itself); `t` in (0, 3] is the tolerance, smaller is closer;
+`max_leverage` is N_{q,λ} of the density that was drawn from, at least N*_λ; `values` [J] or [J, C] are v at the J
+vectors; `delta` in (0, 1) is δ: the paper's statement fails with probability at most 2δ, the bounds here at most δ.
+Anything else is a DoflaError.
+
 What is proved here
 -------------------
 The paper's Theorem 3 (our account of it) says: if q has N = sup_z l_λ(z) / q(z) and M ≥ (4N/t) log(64N / (δt)) with
@@ -50,15 +59,6 @@ def prf_log_features(x: Tensor, z: Tensor, scaling: float, log_scale: float = 0.
     """Log of the positive random features of the attention kernel exp(scaling · x·y), [J, Z] float64.
 
     log φ(x; z) = √scaling · z·x − scaling · |x|² / 2; with scaling = d^-½ the paper's features (Section 2).
-
-    Args:
-        x: [J, d] queries and keys.
-        z: [Z, d] directions; under the base distribution each is N(0, I).
-        scaling: the factor of the kernel's exponent, positive.
-        log_scale: log of the number the kernel is divided by.
-
-    Raises:
-        DoflaError: x or z is empty or not a matrix, their widths differ, or scaling is not positive.
     """
     _check_vectors("x", x)
     _check_vectors("z", z)
@@ -70,16 +70,7 @@ def prf_log_features(x: Tensor, z: Tensor, scaling: float, log_scale: float = 0.
 
 
 def prf_gram(x: Tensor, scaling: float, log_scale: float = 0.0) -> Tensor:
-    """Gram matrix [J, J] of the attention kernel exp(scaling · x·y), divided by exp(log_scale); float64, symmetric.
-
-    Args:
-        x: [J, d] queries and keys.
-        scaling: the factor of the kernel's exponent, positive.
-        log_scale: log of the number the kernel is divided by; `prf_log_trace` makes the trace of Σ one.
-
-    Raises:
-        DoflaError: x is empty or not a matrix, scaling is not positive, or an entry overflows float64.
-    """
+    """Gram matrix [J, J] of the attention kernel exp(scaling · x·y), divided by exp(log_scale); float64, symmetric."""
     _check_vectors("x", x)
     _check_positive("scaling", scaling)
     x = x.double()
@@ -94,26 +85,14 @@ def prf_gram(x: Tensor, scaling: float, log_scale: float = 0.0) -> Tensor:
 
 
 def prf_log_trace(x: Tensor, scaling: float) -> float:
-    """Log of tr Σ for the attention kernel: the log of the mean of exp(scaling · |x|²) over the rows of x [J, d].
-
-    Raises:
-        DoflaError: x is empty or not a matrix, or scaling is not positive.
-    """
+    """Log of tr Σ for the attention kernel: the log of the mean of exp(scaling · |x|²) over the rows of x [J, d]."""
     _check_vectors("x", x)
     _check_positive("scaling", scaling)
     return ((scaling * x.double().square().sum(1)).logsumexp(0) - math.log(len(x))).item()
 
 
 def degrees_of_freedom(gram: Tensor, lam: float) -> float:
-    """N*_λ = tr Σ(Σ + λI)⁻¹ with Σ = gram / J, a number in (0, J] (paper, Section 2; Bach 2017).
-
-    Args:
-        gram: [J, J] kernel values, symmetric and positive semi-definite.
-        lam: λ, positive, in the unit of the kernel.
-
-    Raises:
-        DoflaError: gram is not such a matrix, or lam is not positive.
-    """
+    """N*_λ = tr Σ(Σ + λI)⁻¹ with Σ = gram / J, a number in (0, J] (paper, Section 2; Bach 2017)."""
     _check_positive("lam", lam)
     eigenvalues, _ = _spectrum(gram)
     return (eigenvalues / (eigenvalues + lam)).sum().item()
@@ -124,14 +103,6 @@ def log_leverage(log_features: Tensor, gram: Tensor, lam: float) -> Tensor:
 
     Not normalized: its mean over the base distribution is `degrees_of_freedom(gram, lam)`, exactly. -inf where a
     feature is zero at every vector.
-
-    Args:
-        log_features: [J, Z] log φ(x_j; z), on the scale of gram.
-        gram: [J, J] kernel values, the mean of φφᵀ over the base distribution.
-        lam: λ, positive, in the unit of the kernel.
-
-    Raises:
-        DoflaError: the shapes do not fit, a value is not a number, gram is not a Gram matrix, or lam is not positive.
     """
     _check_positive("lam", lam)
     eigenvalues, eigenvectors = _spectrum(gram)
@@ -152,15 +123,6 @@ def max_leverage(log_features: Tensor, gram: Tensor, lam: float, log_density: Te
     A finite supremum: exact if these are all the z that q can draw, otherwise only a lower bound. For positive random
     features over all of R^d it says nothing of q = 1, where the true supremum is infinite unless every vector is zero:
     φ(x; z) grows without bound as z goes along x. Under `optimal_log_density` it is N*_λ whatever z are given.
-
-    Args:
-        log_features: [J, Z] log φ(x_j; z) at the candidates z.
-        gram: [J, J] kernel values.
-        lam: λ, positive, in the unit of the kernel.
-        log_density: [Z] log q(z), q relative to the base distribution (zeros: the base distribution itself).
-
-    Raises:
-        DoflaError: as `log_leverage`, or log_density does not have one number per candidate.
     """
     score = log_leverage(log_features, gram, lam)
     if log_density.shape != score.shape:
@@ -181,14 +143,6 @@ def optimal_log_density(log_features: Tensor, gram: Tensor, lam: float) -> Tenso
     Dividing by N*_λ normalizes it exactly, because E_z[l_λ(z)] = N*_λ; and since N_{q,λ} ≥ E_q[l_λ / q] = N*_λ for
     every q, with equality for this one, no other density needs fewer features in Theorem 3 (paper, Section 2; Bach
     2017).
-
-    Args:
-        log_features: [J, Z] log φ(x_j; z), on the scale of gram.
-        gram: [J, J] kernel values.
-        lam: λ, positive, in the unit of the kernel.
-
-    Raises:
-        DoflaError: as `log_leverage`, or gram is zero.
     """
     dof = degrees_of_freedom(gram, lam)
     if dof == 0.0:
@@ -197,16 +151,7 @@ def optimal_log_density(log_features: Tensor, gram: Tensor, lam: float) -> Tenso
 
 
 def required_features(max_leverage: float, t: float, delta: float) -> int:
-    """The smallest M ≥ 1 with M ≥ (4N/t) log(64N / (δt)): the features of one head that Theorem 3 asks for.
-
-    Args:
-        max_leverage: N = N_{q,λ}, positive and finite; N*_λ for the optimal density.
-        t: tolerance, in (0, 3]; smaller is closer.
-        delta: δ, in (0, 1); the paper's statement fails with probability at most 2δ, the bounds here at most δ.
-
-    Raises:
-        DoflaError: an argument is outside its range.
-    """
+    """The smallest M ≥ 1 with M ≥ (4N/t) log(64N / (δt)): the features of one head that Theorem 3 asks for."""
     _check_positive("max_leverage", max_leverage)
     _check_tolerance(t)
     if not 0 < delta < 1:
@@ -224,15 +169,6 @@ def kernel_error_bound(gram: Tensor, lam: float, t: float, max_leverage: float) 
     2λ tr E²Σ ≤ 2λ ‖E‖_op² tr Σ and λ² ‖E‖_HS², where ‖E‖_op² ≤ t; and ‖E‖_HS² is at most J ‖E‖_op² and at most
     ‖E‖_op ‖E‖_1, ‖E‖_1 ≤ (1/M) Σ_m l_λ(z_m) / q(z_m) + tr D ≤ N + N*_λ.
     As λN*_λ ≤ tr Σ, the optimal density gives at most tr Σ · (t‖Σ‖_op + 2λ(t + √t)).
-
-    Args:
-        gram: [J, J] kernel values.
-        lam: λ, positive, in the unit of the kernel.
-        t: tolerance, in (0, 3].
-        max_leverage: N_{q,λ} of the density that was drawn from, at least N*_λ.
-
-    Raises:
-        DoflaError: an argument is outside its range, gram is not a Gram matrix, or max_leverage is below N*_λ.
     """
     _check_positive("lam", lam)
     _check_tolerance(t)
@@ -260,15 +196,6 @@ def integral_error_bound(gram: Tensor, lam: float, t: float, values: Tensor) -> 
 
     Theorem 3 (ii) is about this integral; the bound is ours, not the paper's expression. Proof: for each column
     ‖(Σ̂ − Σ)v‖ = ‖A^½ E A^½ v‖ ≤ ‖A^½‖_op ‖E‖_op ‖A^½ v‖ (module docstring), and ‖E‖_op² ≤ t on the event there.
-
-    Args:
-        gram: [J, J] kernel values.
-        lam: λ, positive, in the unit of the kernel.
-        t: tolerance, in (0, 3].
-        values: [J] or [J, C], v at the J vectors.
-
-    Raises:
-        DoflaError: an argument is outside its range, gram is not a Gram matrix, or values does not have J rows.
     """
     _check_positive("lam", lam)
     _check_tolerance(t)

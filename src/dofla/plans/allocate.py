@@ -54,11 +54,7 @@ def clipped_dof(units: Sequence[Unit], average: Fraction) -> list[Fraction]:
     return [min(share, Fraction(unit.head_dim)) for share, unit in zip(wished, units, strict=True)]
 
 
-STRATEGIES: dict[str, Strategy] = {
-    "fixed": fixed,
-    "dof": proportional_to_dof,
-    "dof_clip": clipped_dof,
-}
+STRATEGIES: dict[str, Strategy] = {"fixed": fixed, "dof": proportional_to_dof, "dof_clip": clipped_dof}
 
 
 def over_heads_function(name: str) -> Callable[[Sequence[float]], float]:

@@ -38,13 +38,7 @@ def frontier_section(folder: str | Path) -> Section:
 
 def _charts(found: Frontier) -> list[Chart]:
     rows = [
-        {
-            "text": x.text,
-            "bytes": x.bytes,
-            "length": x.length,
-            "loss": x.loss_increase,
-            "kl": x.kl,
-        }
+        {"text": x.text, "bytes": x.bytes, "length": x.length, "loss": x.loss_increase, "kl": x.kl}
         | charts.ends(x.loss_increase_interval)
         for x in found.points
     ]

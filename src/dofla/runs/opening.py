@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers import AutoProcessor, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
-from dofla.data import TokenWindows
+from dofla.data import TokenWindows, read_documents
 from dofla.errors import DoflaError, check_choice
 from dofla.integration.checkpoint import load, load_any, load_model
 from dofla.integration.contents import check_original
@@ -57,6 +57,19 @@ def open_original(
     check_original(path)
     tokenizer = load_tokenizer(path)  # takes less time than weights to fail
     return _placed(partial(load_model, path), dtype, device, offload), tokenizer
+
+
+def demo() -> tuple[PreTrainedModel, PreTrainedTokenizerBase, str]:
+    """The bundled model, to try everything without a network: 3.5 million parameters, trained on children's stories.
+
+        model, tokenizer, text = dofla.demo()
+        windows = dofla.token_windows("sample", tokenizer, windows=12)
+
+    It is in bfloat16, or float32 on processors that are slow in bfloat16. The text is that of the data source
+    ``sample``, about 150,000 tokens, documents with a blank line between them.
+    """
+    model, tokenizer = open_original("demo")
+    return model, tokenizer, "\n\n".join(read_documents("sample"))
 
 
 def open_converted(

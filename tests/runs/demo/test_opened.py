@@ -42,11 +42,9 @@ def test_the_sample_has_both_splits_and_nothing_of_the_demos_windows(tokenizer):
 
 
 def test_the_sample_is_a_source_like_any_other(tokenizer, tmp_path):
-    (tmp_path / "sample.txt.gz").write_bytes(SAMPLE.read_bytes())
-    found = dofla.token_windows("sample", tokenizer, length=64, windows=3)
-    assert torch.equal(
-        found.input_ids, dofla.token_windows(tmp_path / "sample.txt.gz", tokenizer, length=64, windows=3).input_ids
-    )
+    (copied := tmp_path / "sample.txt.gz").write_bytes(SAMPLE.read_bytes())
+    found, other = (dofla.token_windows(source, tokenizer, length=64, windows=3) for source in ("sample", copied))
+    assert torch.equal(found.input_ids, other.input_ids)
     assert found.source == "sample (train)"
     with pytest.raises(dofla.DoflaError, match="no such file"):
         dofla.token_windows("sample.txt", tokenizer)
