@@ -25,7 +25,7 @@ from dofla.errors import DoflaError, check_numbers
 from dofla.integration.converted import Converted
 from dofla.integration.placement import calibration_context, placed_over
 from dofla.integration.reading import windows_for
-from dofla.integration.recorder import AttentionCall, evaluation_mode
+from dofla.integration.recorder import AttentionCall, evaluation_mode, recording, run_body
 from dofla.integration.surgery import convert, original, restore
 from dofla.integration.wrapped import unwraps_its_model
 from dofla.plans.plan import held_out_line
@@ -40,6 +40,9 @@ FRACTION, LEAST_TOKENS = 0.25, 64
 eviction occurs. At least so many tokens, however short windows are."""
 HELD_OUT, HELD_OUT_TOKENS = slice(1, None, 6), 1024
 """The batches that they are compared on, and on which no errors are measured; and how many tokens at most."""
+COPY_DISTANCE, COPY_WEIGHT = 1024, 0.3
+"""Tokens of the text that are also read twice in a row, so that heads count that copy from far back; and the weight of
+errors there beside those in the text."""
 
 Batch = dict[str, Tensor]
 Progress = Callable[[str, int, int], None]
@@ -131,6 +134,10 @@ def measure(
     made_by = {"source": text.source, "tokens": text.tokens, "context": within}
     found = Calibration(directions, {}, {}, (), target.name, target.fingerprint, target.weights, made_by)
     if measured:
+        copied = EvictionErrors()
+        with recording(model, layers, copied), torch.no_grad():
+            run_body(model, _repeated(text, target.length))
+        errors.add(copied, COPY_WEIGHT * (len(text) - sum(len(batch["input_ids"]) for batch in others)))
         costs = {x: errors.cost(x, directions[x].weighing(model), around[x]) for x in layers}
         short = [{name: x[:, :HELD_OUT_TOKENS] for name, x in batch.items()} for batch in others]
         found = _compared(replace(found, costs=costs), model, target, short, report)
@@ -138,6 +145,13 @@ def measure(
         heads = rank_heads(model, layers, needles, partial(report, "retrieval heads"))
         found = replace(found, retrieval=heads)
     return found
+
+
+def _repeated(windows: TokenWindows, positions: int | None) -> Batch:
+    """The first tokens of the text, twice in a row."""
+    ids, mask = windows.input_ids, windows.attention_mask
+    ids = ids.flatten() if mask is None else ids[mask.bool()]
+    return {"input_ids": ids[: min(COPY_DISTANCE, (positions or 2 * COPY_DISTANCE) // 2)].repeat(1, 2)}
 
 
 def _compared(
