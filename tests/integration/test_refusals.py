@@ -166,6 +166,17 @@ def test_a_plan_for_other_layers_is_refused_and_the_model_is_as_it_was(change, m
     assert everything(model) == everything(teacher("llama"))
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float32])
+def test_a_four_dimensional_mask_of_padding_is_read_as_such(dtype):
+    model, padding = student("llama"), torch.tensor([[0, 0, *[1] * 8], [1] * 10])
+    full = padding[:, None, None].bool() & torch.ones(10, 10, dtype=torch.bool).tril()
+    if dtype != torch.bool:
+        full = torch.zeros(full.shape).masked_fill(~full, torch.finfo(dtype).min)
+    found, wanted = (model(tokens(2, 10), attention_mask=mask).logits for mask in (full, padding))
+    assert torch.equal(found[padding.bool()], wanted[padding.bool()])
+
+
 def test_a_four_dimensional_mask_is_refused_naming_the_layer():
     blocks = torch.block_diag(torch.ones(5, 5), torch.ones(5, 5)).tril().bool()[None, None]
     with pytest.raises(dofla.DoflaError, match=r"layer model\.layers\.0\.self_attn got a 4-dimensional .* mask"):

@@ -215,13 +215,18 @@ def test_generate_beside_softmax_layers_is_not_compiled(tiny):
 
 
 @pytest.mark.slow
-def test_gradients_stay_outside_the_graph():
+@pytest.mark.parametrize("options", [{}, {"use_cache": False}])
+def test_gradients_stay_outside_the_graph(options):
     student, ids = compressed(), tokens(2, 30)
-    wanted = student(ids, labels=ids).loss
+    wanted = student(ids, labels=ids, **options).loss
     wanted.backward()
     gradients = [p.grad.clone() for p in student.parameters() if p.grad is not None]
     student.zero_grad()
-    loss = torch.compile(student, backend=Graphs())(ids, labels=ids).loss
+    step = torch.compile(student, backend=Graphs())
+    if options:
+        with pytest.raises(DoflaError, match="do not pack several sequences"):
+            step(ids, position_ids=torch.arange(30)[None] % 15, **options)
+    loss = step(ids, labels=ids, **options).loss
     loss.backward()
     assert gradients
     torch.testing.assert_close(loss, wanted, **LOGITS)

@@ -52,7 +52,8 @@ def next_token_figures(
     for part in counted(batches(windows, batch_size), progress):
         batch = {k: v.to(device_of(model)) for k, v in windows.batch(part).items()}
         inputs = fed(model, batch)
-        rows.append(_compare(*of_both(model, _logits, inputs), batch))
+        logits = of_both(model, lambda own, inputs: own(**inputs, use_cache=False).logits, inputs)
+        rows.append(_compare(*logits, batch))
     sums = torch.cat(rows).double().cpu()  # [windows, 5]: tokens, original, model, kl, agreement
     tokens = sums[:, 0].sum()
     original_loss, loss, kl, agreement = (sums[:, 1:].sum(dim=0) / tokens).tolist()
@@ -68,10 +69,6 @@ def next_token_figures(
         "kl": kl,
         "top1_agreement": agreement,
     }
-
-
-def _logits(model: PreTrainedModel, inputs: dict[str, Tensor]) -> Tensor:
-    return model(**inputs, use_cache=False).logits
 
 
 def _compare(original: Tensor, model: Tensor, batch: dict[str, Tensor]) -> Tensor:

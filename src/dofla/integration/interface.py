@@ -61,18 +61,16 @@ def dofla_attention(
     if not isinstance(layer, AttentionLayer):
         return softmax_attention(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
     attention_mask = plain_mask(attention_mask, module)
+    causal = is_causal(module, kwargs)
+    states = None if dofla_entry is None else dofla_entry.states
     if attention_mask is not None and attention_mask.ndim != 2:
-        raise DoflaError(
-            f"layer {layer.name} got a {attention_mask.ndim}-dimensional attention mask: it knows padding only, so "
-            "pass a [batch, length] mask, and do not pack several sequences into one row"
-        )
+        attention_mask = _padding_of(attention_mask, query, key, causal and not states, layer.name)
     if kwargs.get("output_attentions"):
         raise DoflaError("output_attentions: no attention weights are formed; use dofla.original(model)")
     asked, own_scaling = standard_scaling(module, query, scaling)
-    causal = is_causal(module, kwargs)
     weight = None if attention_mask is None else attention_mask[:, -key.shape[-2] :]
-    states = None if dofla_entry is None else dofla_entry.states
-    trained = _trained(layer, query, key, value)
+    tensors = (query, key, value, *layer.parameters()) if torch.is_grad_enabled() else ()
+    trained = [x for x in tensors if x.requires_grad]
     without_gradients = bool(trained) and (bool(states) or layer.compressed is not None)
     with torch.no_grad() if without_gradients else nullcontext():
         outside = torch.compiler.is_compiling() and not layer.traceable(
@@ -94,11 +92,6 @@ def dofla_attention(
     keys, values, mask = seen
     smooth, _ = softmax_attention(module, query, keys, values, mask, scaling=scaling, **kwargs)
     return out + (smooth - smooth.detach()), None
-
-
-def _trained(layer: nn.Module, *vectors: Tensor) -> list[Tensor]:
-    """Tensors among these and the layer's parameters that get gradients."""
-    return [x for x in (*vectors, *layer.parameters()) if x.requires_grad] if torch.is_grad_enabled() else []
 
 
 def _run(
@@ -350,8 +343,7 @@ def softmax_attention(
     if kwargs.get("softcap") is None and kwargs.get("s_aux") is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
     if attention_mask is None:
-        rows, columns = query.shape[-2], key.shape[-2]
-        attention_mask = torch.ones(1, 1, rows, columns, dtype=torch.bool, device=query.device).tril(columns - rows)
+        attention_mask = _visible(query, key)
     if attention_mask.dtype == torch.bool:
         hidden = torch.finfo(query.dtype).min
         attention_mask = torch.zeros_like(attention_mask, dtype=query.dtype).masked_fill(~attention_mask, hidden)
@@ -364,13 +356,31 @@ def _eager_of(module: nn.Module) -> Callable:
 
 
 def _full_mask(padding: Tensor | None, query: Tensor, key: Tensor, causal: bool) -> Tensor | None:
+    if padding is None:
+        return _visible(query, key) if causal and query.shape[-2] not in (1, key.shape[-2]) else None
+    seen = padding[:, None, None, :].bool()
+    return seen & _visible(query, key) if causal else seen.expand(-1, -1, query.shape[-2], -1)
+
+
+def _visible(query: Tensor, key: Tensor) -> Tensor:
+    """The full mask of a causal call without padding."""
     rows, columns = query.shape[-2], key.shape[-2]
-    if padding is None and (rows in (1, columns) or not causal):
-        return None
-    visible = torch.ones(1, 1, rows, columns, dtype=torch.bool, device=query.device)
-    if causal:
-        visible = visible.tril(columns - rows)
-    return visible if padding is None else visible & padding[:, None, None, :].bool()
+    return torch.ones(1, 1, rows, columns, dtype=torch.bool, device=query.device).tril(columns - rows)
+
+
+@torch.compiler.disable
+def _padding_of(mask: Tensor, query: Tensor, key: Tensor, begins: bool, name: str) -> Tensor | None:
+    """The padding [B, keys] that a full mask of a causal call that ``begins`` sequences comes to; DoflaError if it is
+    another pattern. A compiled model without a cache gets full masks, as a graph cannot ask if sequences are packed."""
+    seen = mask if mask.dtype == torch.bool else mask == 0
+    if begins and mask.shape[2:] == (query.shape[-2], key.shape[-2]):
+        padding = seen[:, 0, -1].expand(len(key), -1)
+        if (seen == _visible(query, key) & padding[:, None, None]).all():
+            return None if padding.all() else padding
+    raise DoflaError(
+        f"layer {name} got a {mask.ndim}-dimensional attention mask: it knows padding only, so "
+        "pass a [batch, length] mask, and do not pack several sequences into one row"
+    )
 
 
 def is_causal(module: nn.Module, kwargs: dict[str, Any]) -> bool:

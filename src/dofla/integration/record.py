@@ -131,17 +131,13 @@ def figures_of(record: Mapping[str, Any], command: str) -> list[Figure]:
     try:
         rows = [dict(zip(names, row, strict=False)) for row in _rows(record)]
         # A rank correlation of a single pair is NaN, and the loss of a broken model is: nothing to put on a card.
-        defined = [row for row in rows if not any(_is_nan(row.get(who)) for who in ("model", "original"))]
+        defined = [row for row in rows if not any(math.isnan(row.get(who) or 0.0) for who in ("model", "original"))]
         found = [build(Figure, row | {"command": command}, row["metric"]) for row in defined]
     except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
         raise DoflaError(f"figures are not those of an evaluation ({error}): give what dofla.evaluate made") from error
     if not rows:
         raise DoflaError("figures hold none: give what dofla.evaluate, or `dofla evaluate --out`, made")
     return found
-
-
-def _is_nan(value: object) -> bool:
-    return isinstance(value, float) and math.isnan(value)
 
 
 def _rows(record: Mapping[str, Any]) -> Iterator[tuple]:
