@@ -223,7 +223,7 @@ def test_a_folder_that_holds_something_else_is_no_runs(made, tmp_path, capsys):
     assert f"cannot write {tmp_path / 'out'}: File exists" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("words", ["calibrate model", "compress model --ratio 4", "distill model --plan plan.json"])
+@pytest.mark.parametrize("words", ["compress model --ratio 4", "distill model --plan plan.json"])
 def test_too_little_room_is_said_before_the_work(made, tmp_path, capsys, monkeypatch, words):
     monkeypatch.setattr("dofla.runs.opening.windows_of", lambda *_, **__: pytest.fail("no text is read"))
     monkeypatch.setattr(shutil, "disk_usage", lambda place: SimpleNamespace(free=100) if place == tmp_path else None)
