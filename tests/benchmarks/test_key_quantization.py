@@ -2,18 +2,14 @@
 
 import pytest
 import torch
-from benches import scripts
+from benches import script_fixture
 
 import dofla
 from dofla.compression.directions import measure_directions
 from dofla.integration.placement import placed_over
 from dofla.integration.sites import attention_sites
 
-
-@pytest.fixture(scope="module")
-def module():
-    with scripts("quality", "key_quantization") as (module,):
-        yield module
+module = script_fixture("quality", "key_quantization")
 
 
 def divergences(module, model, tokens, bits):
