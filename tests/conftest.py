@@ -3,9 +3,15 @@
 Tests compute in one thread, or in ``OMP_NUM_THREADS``, and so do the processes they start.
 """
 
+import atexit
 import os
+import shutil
+import tempfile
 from pathlib import Path
 
+if "PYTEST_XDIST_WORKER" not in os.environ:  # its own calibrations, and no user's
+    os.environ["HF_HOME"] = tempfile.mkdtemp(prefix="dofla-tests-")
+    atexit.register(shutil.rmtree, os.environ["HF_HOME"], ignore_errors=True)
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 from sizes import FAMILIES, compress
 from tiny_families import teacher, tokens
+from torch import nn
 
 import dofla
 from dofla.attention import Moments
@@ -53,3 +54,33 @@ def test_values_are_weighed_by_the_output_projection(family):
     rotation = next(iter(Converted.of(model).layers.values())).compressed.tiers[0].value.rotation.double()
     assert not torch.equal(rotation.short(), with_output)
     assert rotation[..., ::2].abs().mean() < 0.2 * rotation[..., 1::2].abs().mean()
+
+
+class EightBits(nn.Module):
+    """A linear layer whose weight is kept in integers."""
+
+    def __init__(self, linear):
+        super().__init__()
+        self.in_features, self.scale, self.bias = linear.in_features, linear.weight.abs().max() / 127, linear.bias
+        self.register_buffer("weight", (linear.weight / self.scale).round().to(torch.int8))
+
+    def forward(self, x):
+        return nn.functional.linear(x, self.weight.to(x.dtype) * self.scale.to(x.dtype), self.bias)
+
+
+def test_a_quantized_model_is_calibrated_by_what_its_weights_stand_for(tiny):
+    model, ids = tiny.llama(), tiny.tokens(3, 96)
+    with torch.no_grad():
+        for name, module in list(model.named_modules()):
+            if isinstance(module, nn.Linear) and name.startswith("model.layers"):
+                setattr(model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2], EightBits(module))
+        whole = tiny.llama()
+        for name, module in model.named_modules():
+            if isinstance(module, EightBits):
+                whole.get_submodule(name).weight.copy_(module.weight * module.scale)
+    found, wanted = (dofla.calibrate(x, dofla.TokenWindows.of(ids)) for x in (model, whole))
+    for name, own in wanted.directions.items():
+        torch.testing.assert_close(found.directions[name].weighing(model), own.weighing(whole))
+        assert found.costs[name] == pytest.approx(wanted.costs[name], rel=1e-3)
+    dofla.compress(model, ids, ratio=4)
+    assert model.generate(ids[:1, :8], max_new_tokens=4).shape == (1, 12)

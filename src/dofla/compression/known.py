@@ -40,10 +40,10 @@ def known(target: Target, *, base: bool = False) -> Calibration | None:
     return None
 
 
-def keep(calibration: Calibration) -> Path:
-    """The file that a calibration of this user is kept in from now on."""
+def keep(calibration: Calibration, folder: Path | None = None) -> Path:
+    """The file that a calibration is kept in from now on, in this user's folder or another."""
     name = re.sub("[^A-Za-z0-9.]+", "-", Path(calibration.model).name) or "model"
-    path = cache_folder() / f"{calibration.fingerprint}-{name}.safetensors"
+    path = (folder or cache_folder()) / f"{calibration.fingerprint}-{name}.safetensors"
     path.parent.mkdir(parents=True, exist_ok=True)
     calibration.save(path)
     return path

@@ -86,7 +86,8 @@ def _module_of(model: PreTrainedModel, layer: LayerPlan, positions: int | None) 
     except AttributeError:
         raise DoflaError(f"the plan is for another model: {type(model).__name__} has no {layer.name!r}") from None
     width, most = layer.kv_heads * max(layer.head_dim, layer.value_dim), max(positions or MOST_TOKENS, _HELD_ANYWAY)
-    widest = max(side for weight in module.parameters() for side in weight.shape)
+    weights = *module.parameters(), *module.buffers()  # quantized ones may be either
+    widest = max((side for weight in weights for side in weight.shape), default=width)
     if width > widest:
         raise DoflaError(
             f"the plan is for another model: in it, {layer.name} has {layer.kv_heads} KV heads, together {width} wide, "

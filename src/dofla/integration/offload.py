@@ -4,6 +4,7 @@
 """
 
 from contextlib import AbstractContextManager, nullcontext
+from itertools import chain
 
 import torch
 from torch import nn
@@ -18,7 +19,7 @@ def is_offloaded(model: nn.Module) -> bool:
 
 def device_of(module: nn.Module) -> torch.device:
     """The device that computes: that of the first weight, or where accelerate brings it if it waits elsewhere."""
-    device = next(module.parameters()).device
+    device = next(chain(module.parameters(), module.buffers())).device
     if device.type != "meta":
         return device
     hooks = [vars(part)["_hf_hook"] for part in module.modules() if "_hf_hook" in vars(part)]

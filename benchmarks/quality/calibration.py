@@ -1,0 +1,83 @@
+"""What a calibration takes, and what its head budgets are worth: time, peak memory, size of the file, and KL on several
+kinds of text beside that of even budgets.
+
+    python benchmarks/quality/calibration.py --model models/smollm2-135m --size 1.5MiB --length 2048 --windows 2 \\
+        --text data/english-val.txt.gz --text data/stories-val.txt.gz --text data/books-val.txt.gz
+    python benchmarks/quality/calibration.py ... --calibrate sample --calibrate self --calibrate data/books-train.txt.gz
+
+Python source, the modules of the standard library of the interpreter that runs this, is always among the texts. Peak
+memory is what the process takes beyond the weights while it calibrates, on Linux.
+"""
+
+from __future__ import annotations
+
+import gc
+import sysconfig
+import tempfile
+import time
+from pathlib import Path
+from statistics import fmean
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+import dofla
+from dofla.compression.compress import TEXT
+from dofla.compression.directions import default_cut
+from dofla.display import size as in_bytes
+from dofla.display import table
+from dofla.evaluation.language import next_token_figures
+from dofla.integration.positions import positions_of
+from dofla.runs.opening import open_original
+
+
+def main(
+    model: Annotated[str, typer.Option(help="Folder or name of the model.")],
+    size: Annotated[str, typer.Option(help="Size of the compressed cache.")],
+    text: Annotated[list[str], typer.Option(help="Text to evaluate on; repeatable.")],
+    calibrate: Annotated[list[str] | None, typer.Option(help="Text to calibrate on; repeatable.")] = None,
+    length: Annotated[int, typer.Option(help="Tokens of a window.")] = 2048,
+    windows: Annotated[int, typer.Option(help="Windows of each text.")] = 2,
+    dtype: Annotated[str, typer.Option(help="Precision of the weights.")] = "float32",
+) -> None:
+    opened, tokenizer = open_original(model, dtype=dtype)
+    modules = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
+    sources = {Path(name).name.partition(".")[0]: name for name in text} | {"python": modules}
+    texts = {
+        kind: dofla.token_windows(name, tokenizer, length=length, windows=windows, split="all")
+        for kind, name in sources.items()
+    }
+    shown = table("calibrated on", "seconds", "CPU s", "memory", "file", "budgets", *texts, "mean")
+    for source in calibrate or [TEXT]:
+        cut = default_cut(positions_of(opened))
+        read = dofla.token_windows(source, tokenizer, model=opened, progress=False, **cut)
+        _forget_peak()
+        before, started, spent = _memory("VmRSS"), time.perf_counter(), time.process_time()
+        found = dofla.calibrate(opened, read, tokenizer=tokenizer, progress=False)
+        seconds, cpu, peak = time.perf_counter() - started, time.process_time() - spent, _memory("VmHWM") - before
+        with tempfile.TemporaryDirectory() as folder:
+            found.save(path := Path(folder) / "calibration.safetensors")
+            figures = [f"{seconds:.0f}", f"{cpu:.0f}", in_bytes(peak), in_bytes(path.stat().st_size)]
+        for budgets in ("measured", "even"):
+            dofla.compress(opened, size=size, calibration=found, head_budgets=budgets)
+            divergences = [next_token_figures(opened, own)["kl"] for own in texts.values()]
+            dofla.restore(opened)
+            columns = [f"{kl:.4f}" for kl in (*divergences, fmean(divergences))]
+            shown.add_row(*([source, *figures] if budgets == "measured" else [""] * 5), budgets, *columns)
+    Console(width=160).print(shown)
+
+
+def _memory(which: str) -> int:
+    """Bytes of the process: VmRSS now, or VmHWM at most."""
+    lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
+    return next(1024 * int(line.split()[1]) for line in lines if line.startswith(which))
+
+
+def _forget_peak() -> None:
+    gc.collect()
+    Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    typer.run(main)
