@@ -209,7 +209,14 @@ def _apply(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
     if (folder / LORA).exists():
         merge_lora(model, folder)
     elif (folder / TRAINED).exists():
-        _load_weights(model, folder / TRAINED)
+        refuse_trained(model)
+        check_in_memory(model, "adding trained weights")
+        (tensors, _), weights = read_tensors(folder / TRAINED), weights_of(model)
+        _check_alike(tensors, weights, f"{folder / TRAINED} is for another model")
+        keep_original(model, weights)
+        with torch.no_grad():
+            for name, weight in weights.items():
+                weight.copy_(tensors[name])
     record = Record.load(folder / RECORD)
     record.base_model = record.base_model or model.config.quantization_config.record.base_model
     model.config.quantization_config.record = record
@@ -267,17 +274,6 @@ def refuse_trained(model: PreTrainedModel) -> None:
             "the model's weights were trained end to end already: dofla.restore(model) gives the original back, "
             "which can be converted and trained anew"
         )
-
-
-def _load_weights(model: PreTrainedModel, path: Path) -> None:
-    refuse_trained(model)
-    check_in_memory(model, "adding trained weights")
-    (tensors, _), weights = read_tensors(path), weights_of(model)
-    _check_alike(tensors, weights, f"{path} is for another model")
-    keep_original(model, weights)
-    with torch.no_grad():
-        for name, weight in weights.items():
-            weight.copy_(tensors[name])
 
 
 def _check_alike(found: Mapping[str, Tensor], own: Mapping[str, Tensor], what: str, way_out: str = "") -> None:

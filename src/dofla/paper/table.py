@@ -106,7 +106,7 @@ def _duration(seconds: float) -> str:
 
 def show(view: View, table: Table) -> None:
     """Title, figures, notes. Columns that find no room stand in a second block below."""
-    cells = [[_short(cell) for cell in row] for row in table.rows]
+    cells = [["–" if cell is None else str(cell).replace(" ± ", "±") for cell in row] for row in table.rows]
     view.show(Text(f"\n{table.title}", style="bold"))
     widths = _widths(table.columns, cells)
     for columns in _blocks(widths):
@@ -119,12 +119,6 @@ def show(view: View, table: Table) -> None:
         view.show(grid)
     for note in table.notes:
         view.console.print(Padding(Text(note, style="grey50"), (0, 0, 0, 2)))
-
-
-def _short(cell: Cell) -> str:
-    if cell is None:
-        return "–"
-    return str(cell).replace(" ± ", "±") if isinstance(cell, Figure) else str(cell)
 
 
 def _widths(columns: list[str], cells: list[list[str]]) -> list[int]:

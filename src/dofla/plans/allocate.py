@@ -235,22 +235,16 @@ def _counts(
             units += [Unit(own, cost, x.head_dim) for own in dof[x.name]]
         else:
             units.append(Unit(summary(dof[x.name]), cost * x.kv_heads, x.head_dim))
-    average = _features_left(list(shapes.values()), budget, window, sinks)
-    each = iter(_round(units, strategy(units, average), average))
-    return {x.name: [next(each) for _ in x.spectra] if per_head else [next(each)] * x.kv_heads for x in layers}
-
-
-def _features_left(shapes: Sequence[Shape], budget: int, window: int, sinks: int) -> Fraction:
-    """Average number of features once window and sinks are paid for."""
-    cost = sum(x.kv_heads * x.cost.feature for x in shapes)
-    exact = sum((window + sinks) * x.kv_heads * x.cost.token for x in shapes)
+    cost = sum(x.kv_heads * x.cost.feature for x in shapes.values())
+    exact = sum((window + sinks) * x.kv_heads * x.cost.token for x in shapes.values())
     average = Fraction(budget * cost - exact, cost)
     if average < 1:
         after = f" after a window of {window} and {sinks} sinks" if window or sinks else ""
         raise DoflaError(
             f"budget {budget} is too small for one feature per layer{after}: it leaves {float(average):.2f} on average"
         )
-    return average
+    each = iter(_round(units, strategy(units, average), average))
+    return {x.name: [next(each) for _ in x.spectra] if per_head else [next(each)] * x.kv_heads for x in layers}
 
 
 def _round(units: Sequence[Unit], wished: Sequence[Fraction], average: Fraction) -> list[int]:

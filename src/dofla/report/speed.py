@@ -99,7 +99,10 @@ def timings(model: PreTrainedModel, ids: Tensor) -> dict[str, Any]:
         for length in [n for n in _lengths(model, _STEPS) if n <= max(room, FIRST)]:
             for who, attention in whose.items():
                 with attention(model):
-                    record[who].setdefault("decode", []).append([length, _decode_seconds(model, text, length)])
+                    cache = read_prompt(model, text[:, : min(length, FIRST)])
+                    _stretch(cache, length)
+                    step = partial(model, text[:, :1], use_cache=True, **{CACHE_ARGUMENT: cache})
+                    record[who].setdefault("decode", []).append([length, _best(_STEPS, step)])
     return record | {"threads": torch.get_num_threads()}
 
 
@@ -111,12 +114,6 @@ def _lengths(model: PreTrainedModel, spare: int) -> list[int]:
     most = min(LAST, (positions_of(model) or LAST) - spare)
     doubled = [FIRST * 2**n for n in range(int(math.log2(LAST // FIRST)) + 1)]
     return [length for length in doubled if length <= most] or [most]
-
-
-def _decode_seconds(model: PreTrainedModel, text: Tensor, length: int) -> float:
-    cache = read_prompt(model, text[:, : min(length, FIRST)])
-    _stretch(cache, length)
-    return _best(_STEPS, lambda: model(text[:, :1], use_cache=True, **{CACHE_ARGUMENT: cache}))
 
 
 def _stretch(cache: Cache, length: int) -> None:

@@ -19,20 +19,12 @@ class CompressedModels(Models[Compression, ModelSpec]):
     """Makes the model of a compression."""
 
     def convert(self, spec: ModelSpec, seed: int) -> None:
-        path, recipe = self.folder / CALIBRATION, self.recipe
+        path = self.folder / CALIBRATION
         if not path.exists():
             self._calibrate(path)
         wait()
-        compress(
-            self.opened.model,
-            size=recipe.size,
-            ratio=recipe.ratio,
-            calibration=path,
-            context=recipe.context,
-            retrieval_heads=recipe.retrieval_heads,
-            keep_softmax=recipe.keep_softmax,
-            prefill=recipe.prefill,
-        )
+        asked = ("size", "ratio", "context", "retrieval_heads", "keep_softmax", "prefill")
+        compress(self.opened.model, calibration=path, **{name: getattr(self.recipe, name) for name in asked})
 
     def _calibrate(self, path: Path) -> None:
         recipe, model = self.recipe, self.opened.model

@@ -27,16 +27,10 @@ class Students(Models[Distillation, StudentSpec]):
         folder, options = self.folder / "profile", vars(self.recipe.profile).copy()
         if not folder.exists():
             some = self.opened.training.take(options.pop("windows"))
+            options |= {"keep_softmax": sorted(self.recipe.kept_by_all()), "seed": self.recipe.seeds[0]}
             started = time.perf_counter()
             with self.view.progress("profile") as bar:
-                measured = profile(
-                    self.opened.model,
-                    some,
-                    keep_softmax=sorted(self.recipe.kept_by_all()),
-                    seed=self.recipe.seeds[0],
-                    progress=bar.stage,
-                    **options,
-                )
+                measured = profile(self.opened.model, some, progress=bar.stage, **options)
             write_json(self.folder / _PROFILED, {"seconds": round(time.perf_counter() - started, 1)})
             measured.save(folder)  # last, for what is there counts as done
         wait()
@@ -53,18 +47,10 @@ class Students(Models[Distillation, StudentSpec]):
         path = self.folder / f"curves-{feature_map}{kept_as}.json"
         if not path.exists():
             some = self.opened.training.take(options.pop("windows"))
+            options |= {"feature_map": feature_map, "token_dtype": spec.token_dtype, "seed": self.recipe.seeds[0]}
+            options["keep_softmax"] = sorted(x.name for x in self.profile().skipped)  # others may want the rest
             with self.view.progress(f"error curves, {feature_map}") as bar:
-                measured = measure_curves(
-                    self.opened.model,
-                    some,
-                    self.recipe.budget,
-                    feature_map=feature_map,
-                    token_dtype=spec.token_dtype,
-                    keep_softmax=sorted(x.name for x in self.profile().skipped),  # other students may want the rest
-                    seed=self.recipe.seeds[0],
-                    progress=bar.stage,
-                    **options,
-                )
+                measured = measure_curves(self.opened.model, some, self.recipe.budget, progress=bar.stage, **options)
             measured.save(path)
         wait()
         return Curves.load(path)
@@ -92,14 +78,7 @@ class Students(Models[Distillation, StudentSpec]):
         if not spec.trained:
             return
         options = vars(self.recipe.distill) | {"loss": spec.loss or self.recipe.distill.loss}
+        options |= {"from_data": spec.start == "data", "seed": seed, "folder": home / "distill"}
         with self.progress(f"distill {spec.name}, seed {seed}", home) as progress:
-            history = distill(
-                self.opened.model,
-                self.opened.training,
-                from_data=spec.start == "data",
-                seed=seed,
-                folder=home / "distill",
-                progress=progress,
-                **options,
-            )
+            history = distill(self.opened.model, self.opened.training, progress=progress, **options)
         self.record(history, home)

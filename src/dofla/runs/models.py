@@ -77,14 +77,8 @@ class Models(ABC, Generic[Asked, Spec]):
 
     def _train_end_to_end(self, spec: Spec, seed: int, home: Path) -> None:
         with self.progress(f"train {spec.name} end to end, seed {seed}", home) as progress:
-            history = distill_end_to_end(
-                self.opened.model,
-                self.opened.training,
-                seed=seed,
-                folder=home,
-                progress=progress,
-                **vars(self.recipe.end_to_end),
-            )
+            options = vars(self.recipe.end_to_end) | {"seed": seed, "folder": home, "progress": progress}
+            history = distill_end_to_end(self.opened.model, self.opened.training, **options)
         self.record(history, home)
 
     @contextmanager
