@@ -9,7 +9,6 @@ from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
 from dofla.integration.converted import Converted
 
@@ -53,7 +52,9 @@ def in_float64(student: _Model) -> _Model:
     tokens, which transformers takes in float32, in float64."""
     student.double()
     if student.can_generate():
-        student.loss_function = _next_token_loss
+        student.loss_function = lambda logits, labels, vocab_size, **_: F.cross_entropy(
+            logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+        )
     return with_maps_in_float64(student)
 
 
@@ -63,7 +64,3 @@ def with_maps_in_float64(student: _Model) -> _Model:
         for feature_map in layer.maps:
             feature_map.double()
     return student
-
-
-def _next_token_loss(logits: Tensor, labels: Tensor, vocab_size: int, **_) -> Tensor:
-    return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())

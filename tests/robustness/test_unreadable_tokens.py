@@ -41,15 +41,13 @@ def test_a_prompt_without_tokens(made, capsys, prompt):
 
 def test_a_chat_without_a_template_that_works(made, tmp_path, capsys):
     words = ["generate", made / "adapter", "--prompt", "w1", "--chat"]
-    line = refused(capsys, *words)
-    assert line == "dofla: --chat needs a chat template, and the tokenizer has none: leave it out"
+    assert refused(capsys, *words) == "dofla: --chat needs a chat template, and the tokenizer has none: leave it out"
     student = dofla.load(made / "adapter")
     student.save_pretrained(tmp_path)
     tokenizer = load_tokenizer(made / "model")
     tokenizer.chat_template = "{{ raise_exception('no such thing') }}"
     tokenizer.save_pretrained(tmp_path)
-    line = refused(capsys, "generate", tmp_path, *words[2:])
-    assert "does not work (no such thing): leave it out" in line
+    assert "does not work (no such thing): leave it out" in refused(capsys, "generate", tmp_path, *words[2:])
 
 
 def test_a_prompt_and_an_answer_longer_than_the_positions(made, tmp_path, capsys):

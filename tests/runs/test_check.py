@@ -86,7 +86,7 @@ def test_layers_kept_softmax_and_refused_ones_count_whole(tiny):
 @pytest.mark.parametrize("kind", ["bert", "gemma2", "capped_kept"])
 def test_what_is_refused_is_refused_in_the_words_of_compress(kind, tiny):
     options = {"keep_softmax": [NAME.format(1)]} if kind == "capped_kept" else {}
-    model = tiny.bert() if kind == "bert" else _gemma2()
+    model = tiny.bert() if kind == "bert" else AutoModelForCausalLM.from_config(Gemma2Config(**GEMMA))
     found = dofla.check(model, **options)
     with pytest.raises(DoflaError) as refusal:
         dofla.compress(model, tiny.tokens(2, 32), head_budgets="even", **options)
@@ -94,11 +94,6 @@ def test_what_is_refused_is_refused_in_the_words_of_compress(kind, tiny):
     assert found.reason == str(refusal.value)
     assert not found.cache
     assert found.seconds is None
-
-
-def _gemma2():
-    with torch.random.fork_rng():
-        return AutoModelForCausalLM.from_config(Gemma2Config(**GEMMA)).eval()
 
 
 def test_what_cannot_be_reached_is_said_with_the_reason():

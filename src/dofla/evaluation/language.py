@@ -16,6 +16,7 @@ from dofla.integration.recorder import fed
 LEAST_WINDOWS = 4
 """Fewer windows than these say nothing about how much other windows would differ: their loss has no interval."""
 _POSITIONS_AT_A_TIME = 8
+_DRAWS = 2000  # of a bootstrap
 
 
 class LanguageFigures(TypedDict):
@@ -89,12 +90,9 @@ def _compare(original: Tensor, model: Tensor, batch: dict[str, Tensor]) -> Tenso
     return total
 
 
-def bootstrap_interval(
-    totals: Tensor, counts: Tensor, *, level: float = 0.95, draws: int = 2000, seed: int = 0
-) -> list[float]:
-    """Percentile interval of ``Σ totals / Σ counts`` under resampling of the entries [N], which belong together."""
+def bootstrap_interval(totals: Tensor, counts: Tensor, *, seed: int = 0) -> list[float]:
+    """The 95 % interval of ``Σ totals / Σ counts`` under resampling of the entries [N], which belong together."""
     generator = torch.Generator().manual_seed(seed)
-    chosen = torch.randint(len(totals), (draws, len(totals)), generator=generator)
+    chosen = torch.randint(len(totals), (_DRAWS, len(totals)), generator=generator)
     ratios = totals[chosen].sum(dim=1) / counts[chosen].sum(dim=1)
-    tails = torch.tensor([(1 - level) / 2, (1 + level) / 2], dtype=ratios.dtype)
-    return ratios.quantile(tails).tolist()
+    return ratios.quantile(torch.tensor([0.025, 0.975], dtype=ratios.dtype)).tolist()

@@ -144,7 +144,6 @@ def features_needed(
     lam: float = DEFAULT_LAMBDA,
     draws: int = 512,
     candidates: int = 4096,
-    seed: int = 0,
 ) -> float:
     """The M at which independent draws have the root mean square ‖K̂ − K‖ / ‖K‖ = error: V / error² (module docstring).
 
@@ -153,7 +152,7 @@ def features_needed(
         scaling: the factor of the kernel's exponent.
         method: "iid" (exact) or "leverage" (V is a mean over draws from q_λ, bounded, so it converges quickly).
         error: relative to ‖K‖.
-        lam, draws, candidates, seed: of the leverage features.
+        lam, draws, candidates: of the leverage features.
 
     Returns:
         M, not rounded; infinite where it exceeds float64, as it does for iid features at s|x|² near 180.
@@ -174,7 +173,7 @@ def features_needed(
         exponent = norms[:, None] + norms + 4 * scaling * vectors @ vectors.T - 2 * log_scale
         log_second = exponent.flatten().logsumexp(0).item() - 2 * math.log(len(vectors))
     else:
-        z, log_alpha = _draw(method, vectors, scaling, draws, lam, candidates, seed)
+        z, log_alpha = _draw(method, vectors, scaling, draws, lam, candidates, seed=0)
         log_features = theory.prf_log_features(vectors, z, scaling, log_scale)
         log_squares = (2 * log_features).logsumexp(0) - math.log(len(vectors)) + log_alpha
         log_second = (2 * log_squares).logsumexp(0).item() - math.log(draws)

@@ -65,7 +65,14 @@ def kernel_error(bench: Bench) -> Table:
         [layer, *(per_seed(several, "layers", layer, "kernel_error") for several in runs.values())] for layer in layers
     ]
     rows.append(["mean", *(_layer_mean(several, "kernel_error") for several in runs.values())])
-    correlations, note = _correlations(bench)
+    # Does a figure of the layers rank students as their loss does? Over the students that were trained.
+    chosen = bench.lineup(paper_methods())
+    several = [bench.evaluations(spec) for spec in chosen]
+    section, key = bench.quality
+    quality = [statistics.fmean(run[section][key] for run in own) for own in several]
+    titles = {"kernel_error": "L2 error of the kernel", "kl": "attention KL", "output_error": "attention output error"}
+    values = {name: rank_correlation([_layer_mean(own, name).mean for own in several], quality) for name in titles}
+    correlations = ", ".join(f"{titles[name]} {value:.2f}" for name, value in values.items())
     return Table(
         "Table 11: relative L2 error of the kernel, per layer",
         ["layer", *runs],
@@ -75,22 +82,10 @@ def kernel_error(bench: Bench) -> Table:
         [
             "√(Σ (K − K̂)² / Σ K²) over visible pairs of query and key, geometric mean of a layer's heads; the paper's "
             "absolute error says nothing where K passes exp(100)",
-            note,
+            f"rank correlation with the {bench.quality_title} over the {len(chosen)} trained students: {correlations}",
         ],
-        data={"correlations": correlations},
+        data={"correlations": values},
     )
-
-
-def _correlations(bench: Bench) -> tuple[dict[str, float], str]:
-    """Does a figure of the layers rank students as their loss does? Over the students that were trained."""
-    chosen = bench.lineup(paper_methods())
-    several = [bench.evaluations(spec) for spec in chosen]
-    section, key = bench.quality
-    quality = [statistics.fmean(run[section][key] for run in runs) for runs in several]
-    titles = {"kernel_error": "L2 error of the kernel", "kl": "attention KL", "output_error": "attention output error"}
-    values = {name: rank_correlation([_layer_mean(runs, name).mean for runs in several], quality) for name in titles}
-    shown = ", ".join(f"{titles[name]} {value:.2f}" for name, value in values.items())
-    return values, f"rank correlation with the {bench.quality_title} over the {len(chosen)} trained students: {shown}"
 
 
 def heads(bench: Bench) -> Table:

@@ -45,13 +45,17 @@ def section_of(runs: Sequence[RunRecord]) -> Section:
         commands.insert(0, f'dofla generate {shlex.quote(str(model.adapter))} --prompt "Once upon a time"')
     with naming(model.folder):
         said = _verdict(model)
+    written: dict[str, dict[str, str]] = {}  # by prompt and writer, the original first
+    for label, samples in _each(models, lambda model: model.samples):
+        for prompt, original, own in samples:
+            written.setdefault(prompt, {ORIGINAL: original})[label] = own
     return Section(
         title=", ".join(dict.fromkeys(model_title(run.recipe.model) for run in runs)),
         verdict=f"{best}: {said}" if len(models) > 1 else said,
         evaluated=[_evaluated(run) for run in runs],
         parts=[*_table(models), _RULES[model.section]],
         charts=_charts(runs, models),
-        samples=_samples(models),
+        samples=[(excerpt(prompt), list(texts.items())) for prompt, texts in written.items()],
         commands=commands,
         recipes=[(str(run.folder), run.text) for run in runs],
     )
@@ -234,12 +238,3 @@ def _speed(model: ModelRecord) -> list[Row]:
         for name, work in works.items()
         for tokens, seconds in speed[who].get(name, [])
     ]
-
-
-def _samples(models: Models) -> list[tuple[str, list[tuple[str, str]]]]:
-    """Each prompt with its continuations by writer, the original first."""
-    found: dict[str, dict[str, str]] = {}
-    for label, samples in _each(models, lambda model: model.samples):
-        for prompt, original, own in samples:
-            found.setdefault(prompt, {ORIGINAL: original})[label] = own
-    return [(excerpt(prompt), list(texts.items())) for prompt, texts in found.items()]
