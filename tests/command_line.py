@@ -3,6 +3,8 @@
 import sys
 from typing import Any
 
+import pytest
+
 from dofla.cli import main
 
 
@@ -16,3 +18,11 @@ def call(*words: Any) -> int:
     finally:
         sys.argv = before
     return 0
+
+
+def refused(capsys: pytest.CaptureFixture, *words: Any) -> str:
+    """The one line with which a command line that is refused ends."""
+    capsys.readouterr()
+    assert call(*words) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    return line

@@ -25,55 +25,56 @@ from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel
 
 import dofla
-from dofla.attention import Coder, KeySmoothing, rounded
+from dofla.attention import Coder, KeySmoothing, Moments, rounded
 from dofla.attention.coding.operations import PLAIN
 from dofla.compression.directions import Directions, measure_directions
 from dofla.data import TokenWindows
 from dofla.display import table
 from dofla.integration.interface import softmax_attention, visiting
+from dofla.integration.placement import placed_over
 from dofla.integration.sites import attention_sites
 from dofla.runs.opening import open_original
 
 BITS = (8.0, 3.0)
 
 
-def none(smoothing: KeySmoothing, found: Directions) -> None:
+def none(smoothing: KeySmoothing, keys: Moments) -> None:
     """Keys as they are."""
     smoothing.reset()
 
 
-def mean(smoothing: KeySmoothing, found: Directions) -> None:
+def mean(smoothing: KeySmoothing, keys: Moments) -> None:
     """Keys without the mean of each channel."""
-    smoothing.calibrate(found.keys)
+    smoothing.calibrate(keys)
     smoothing.scale.fill_(1)
 
 
-def outliers(smoothing: KeySmoothing, found: Directions) -> None:
+def outliers(smoothing: KeySmoothing, keys: Moments) -> None:
     """The same, with outlier channels scaled."""
-    smoothing.calibrate(found.keys)
+    smoothing.calibrate(keys)
 
 
-def every(smoothing: KeySmoothing, found: Directions) -> None:
+def every(smoothing: KeySmoothing, keys: Moments) -> None:
     """The same, with every channel scaled to the size of the others."""
-    smoothing.calibrate(found.keys)
-    size = found.keys.covariance.diagonal(dim1=1, dim2=2).clamp_min(1e-12).sqrt()
+    smoothing.calibrate(keys)
+    size = keys.covariance.diagonal(dim1=1, dim2=2).clamp_min(1e-12).sqrt()
     smoothing.scale.copy_(torch.exp2(size.log2().round()))
 
 
-WAYS: dict[str, Callable[[KeySmoothing, Directions], None]] = {
-    way.__name__: way for way in (none, mean, outliers, every)
-}
+WAYS: dict[str, Callable[[KeySmoothing, Moments], None]] = {way.__name__: way for way in (none, mean, outliers, every)}
 
 
 class QuantizedKeys:
     """The keys of a layer, smoothed one way and quantized."""
 
-    def __init__(self, found: Directions, way: Callable[[KeySmoothing, Directions], None], bits: float) -> None:
-        heads, dim = found.keys.total.shape
+    def __init__(self, found: Directions, way: Callable[[KeySmoothing, Moments], None], bits: float) -> None:
+        heads, dim, _ = found.shape
+        mean = found.key_mean.double()
+        keys = Moments(1, mean, found.keys.whole + mean.unsqueeze(-1) * mean.unsqueeze(-2))
         self.smoothing, self.coder = KeySmoothing(heads, dim), None
-        way(self.smoothing, found)
+        way(self.smoothing, keys)
         if bits < 8:
-            queries, keys = self.smoothing.moments(found.queries, found.keys)
+            queries, keys = self.smoothing.moments(Moments(1, torch.zeros_like(mean), found.queries.whole), keys)
             self.coder = Coder(heads, dim, bits)
             self.coder.calibrate(keys, queries.second)
 
@@ -120,7 +121,7 @@ def main(
         for kind, where in sources.items()
     }
     measured = dofla.token_windows(calibrate, tokenizer, length=length, windows=known, model=teacher)
-    found = measure_directions(teacher, measured, list(attention_sites(teacher)), context=length)
+    found = measure_directions(teacher, placed_over(measured, 1, None), list(attention_sites(teacher)))
     shown = table("keys", "bits", *texts, gap=2)
     before = {kind: logs(teacher, own) for kind, own in texts.items()}
     for name, way in WAYS.items():

@@ -3,17 +3,10 @@
 import json
 import math
 
-import pytest
 import torch
-from benches import scripts
+from benches import script_fixture
 
-
-@pytest.fixture(scope="module")
-def bench():
-    with scripts("speed", "gpu") as (module,):
-        yield module
-
-
+bench = script_fixture("speed", "gpu")
 OPTIONS = {"shape": "tiny", "device": "cpu", "tokens": 2, "repeats": 1, "compiled": False}
 
 

@@ -2,22 +2,19 @@
 
 import pytest
 import torch
-from benches import scripts
+from benches import script_fixture
 
 import dofla
 from dofla.compression.directions import measure_directions
+from dofla.integration.placement import placed_over
 from dofla.integration.sites import attention_sites
 
-
-@pytest.fixture(scope="module")
-def module():
-    with scripts("quality", "key_quantization") as (module,):
-        yield module
+module = script_fixture("quality", "key_quantization")
 
 
 def divergences(module, model, tokens, bits):
     """KL to the original, by way."""
-    found = measure_directions(model, tokens, list(attention_sites(model)), context=tokens.length)
+    found = measure_directions(model, placed_over(tokens, 1, None), list(attention_sites(model)))
     before, kl = module.logs(model, tokens), {}
     for name, way in module.WAYS.items():
         with module.quantized(model, {x: module.QuantizedKeys(own, way, bits) for x, own in found.items()}):

@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 import typer
-from benches import scripts
+from benches import script_fixture
 from sizes import compress
 
 import dofla
@@ -49,10 +49,7 @@ def llama_decode(context, count):
 """
 
 
-@pytest.fixture(scope="module")
-def script():
-    with scripts("peers", "llama") as (module,):
-        yield module
+script = script_fixture("peers", "llama")
 
 
 @pytest.fixture

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from benches import scripts
+from benches import script_fixture
 from torch.nn.functional import cross_entropy
 
 import dofla
@@ -11,10 +11,7 @@ from dofla.integration.cache import cache_bytes
 PIECE = 10
 
 
-@pytest.fixture(scope="module")
-def module():
-    with scripts("quality", "stream") as (module,):
-        yield module
+module = script_fixture("quality", "stream")
 
 
 @pytest.fixture

@@ -1,7 +1,7 @@
 """``benchmarks/peers/timing.py``: who takes turns, and what is said of it."""
 
 import pytest
-from benches import scripts
+from benches import script_fixture
 from sizes import compress
 
 import dofla
@@ -10,10 +10,7 @@ LENGTH = 140
 """More tokens than a QuantizedCache gathers before it codes."""
 
 
-@pytest.fixture(scope="module")
-def timing():
-    with scripts("peers", "timing") as (module,):
-        yield module
+timing = script_fixture("peers", "timing")
 
 
 @pytest.fixture

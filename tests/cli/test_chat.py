@@ -7,7 +7,7 @@ import re
 import sys
 
 import pytest
-from command_line import call
+from command_line import call, refused
 from served_models import small
 
 import dofla
@@ -139,10 +139,8 @@ def test_an_answer_that_ends_with_its_last_token_is_complete(tiny, tokenizer, se
 def test_what_cannot_be_chatted_with_is_refused(tiny, tokenizer, folder, capsys):
     with pytest.raises(dofla.DoflaError, match="not a causal language model"):
         Conversation(tiny.bert(), tokenizer)
-    assert call("chat", folder, "--system", "Be brief.") == 2
-    assert "a system message needs a chat template" in capsys.readouterr().err
-    assert call("chat", "no/such/model") == 2
-    assert "no such folder" in capsys.readouterr().err
+    assert "a system message needs a chat template" in refused(capsys, "chat", folder, "--system", "Be brief.")
+    assert "no such folder" in refused(capsys, "chat", "no/such/model")
 
 
 def test_a_prompt_comes_from_a_pipe_or_an_option(folder, monkeypatch, capsys):
@@ -156,5 +154,4 @@ def test_a_prompt_comes_from_a_pipe_or_an_option(folder, monkeypatch, capsys):
         ([], "no text to continue: give --prompt TEXT, pipe a text in, or start dofla chat"),
         (["--prompt", "w1", "--set", "seed=-1"], "seed is -1: give 0 or more"),
     ):
-        assert call("generate", folder, *words) == 2
-        assert capsys.readouterr().err == f"dofla: {message}\n"
+        assert refused(capsys, "generate", folder, *words) == f"dofla: {message}"

@@ -5,6 +5,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import dofla
+from dofla.compression.directions import default_cut
 from dofla.errors import DoflaError
 from dofla.integration.converted import Converted
 from dofla.integration.self_samples import token_windows
@@ -52,7 +53,7 @@ def test_with_text(folder, tokenizer, tiny, tmp_path):
     options = {"ratio": 8, "head_budgets": "even"}
     model = opened(folder, data=str(text), **options)
     by_hand = AutoModelForCausalLM.from_pretrained(folder)
-    dofla.compress(by_hand, token_windows(str(text), tokenizer, length=512, windows=3), **options)
+    dofla.compress(by_hand, token_windows(str(text), tokenizer, **default_cut(512)), **options)
     assert torch.equal(model(ids).logits, by_hand(ids).logits)
 
 

@@ -59,6 +59,7 @@ transformers.quantizers.register_quantization_config
 transformers.quantizers.register_quantizer
 transformers.utils.CONFIG_NAME
 transformers.utils.ModelOutput
+transformers.utils.cached_file
 transformers.utils.logging
 transformers.utils.quantization_config.QuantizationConfigMixin
 """

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from command_line import call
+from command_line import call, refused
 from inputs import LENGTH
 from transformers import DynamicCache
 
@@ -11,14 +11,6 @@ from dofla.integration.reading import check_readable
 from dofla.runs.opening import load_tokenizer, open_original
 
 TEXT = ["--length", LENGTH, "--windows", 4, "--set", "samples=16"]
-
-
-def refused(capsys, *words) -> str:
-    """The one line with which a command ends."""
-    capsys.readouterr()
-    assert call(*words) == 2
-    [line] = capsys.readouterr().err.splitlines()
-    return line
 
 
 def test_tokens_of_another_tokenizer(made, tmp_path, capsys):

@@ -9,7 +9,6 @@ from sizes import compress, size_of
 import dofla
 from dofla.errors import DoflaError
 from dofla.integration.converted import Converted
-from dofla.runs import frontier as module
 from dofla.runs.frontier import ADAPTERS, FRONTIER, Frontier, Point, _next
 
 KIB = 1024
@@ -38,8 +37,8 @@ def test_every_budget_is_judged_on_every_text_at_every_length(tiny):
     tried = [(x.size, x.text, x.length) for x in found.points]
     assert tried == [(size_of(model, b), text, n) for b in (12, 24) for text in ("a", "bc") for n in (40, 80)]
     assert [report for report in seen if report[0] == "sizes"] == [("sizes", 1, 2), ("sizes", 2, 2)]
-    assert seen[:4] == [("directions", n, 3) for n in (1, 2, 3)] + [("head budgets", 1, seen[3][2])]
-    assert max(done for _, done, _ in seen) == seen[3][2]
+    once = [("directions", n, 3) for n in (1, 2, 3)] + [("head budgets", n, 2) for n in (1, 2)]
+    assert [report for report in seen if report[0] != "sizes"] == once  # calibration serves both
     assert not hasattr(model, "_dofla_softmax_implementation")
     student = compress(model, tokens, 12)
     for point, one in zip(found.points, [x for own in judged.values() for x in own], strict=False):
@@ -69,14 +68,6 @@ def test_heads_that_hold_every_token_are_found_for_each_budget_with_room_for_the
         dofla.restore(model)
     with pytest.raises(DoflaError, match="would take more than 50% of the bytes"):
         frontier(model, tokens, {"a": [windows(tiny, 2, 64, seed=9)]}, sizes=[12, 16], **options)
-
-
-def test_calibration_is_done_once_for_all_sizes(tiny, monkeypatch):
-    calls, real = [], module.measure
-    monkeypatch.setattr(module, "measure", lambda *args, **options: calls.append(args) or real(*args, **options))
-    model, tokens = tiny.llama(max_position_embeddings=1024), windows(tiny, 1, 256)
-    frontier(model, tokens, {"a": [windows(tiny, 2, 64, seed=9)]}, sizes=[16, 48, 64])
-    assert len(calls) == 1
 
 
 def test_what_was_found_is_kept(tiny, tmp_path):

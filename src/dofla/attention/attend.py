@@ -69,7 +69,11 @@ def attend(
         log_weight = None if call.log_weight is None else call.log_weight[:, longer]
         line = masked(call.key[:, :, longer], call.value[:, :, longer], log_weight)
         if state is None:
-            state = empty_state(line, features.features, window, sinks)
+            state = HybridState(
+                _empty_features(line, features.features) if features.features else None,
+                TokenBuffer.empty(line.key, line.value, window) if window else None,
+                TokenBuffer.empty(line.key, line.value, sinks) if sinks else None,
+            )
         if state.window is not None and before < window:
             line = state.window.then(line)
         piece, state = _attend_causally(
@@ -104,15 +108,6 @@ def unpacked(state: HybridState[TokenBuffer | PackedTokens], dtype: torch.dtype)
     """The state for arithmetic in ``dtype``, in which exact tokens that are not packed are already."""
     window, sinks = (t.unpacked(dtype) if isinstance(t, PackedTokens) else t for t in (state.window, state.sinks))
     return HybridState(state.features, window, sinks)
-
-
-def empty_state(tokens: TokenBuffer, features: int, window: int, sinks: int) -> HybridState[TokenBuffer]:
-    """The state before the first token, shaped for tokens like these."""
-    return HybridState(
-        _empty_features(tokens, features) if features else None,
-        TokenBuffer.empty(tokens.key, tokens.value, window) if window else None,
-        TokenBuffer.empty(tokens.key, tokens.value, sinks) if sinks else None,
-    )
 
 
 def _segment(numbers: int, query: Tensor) -> int:

@@ -30,7 +30,7 @@ class Symmetric(NamedTuple):
 
     @classmethod
     def of(cls, matrices: Tensor) -> Symmetric:
-        """Of positive semidefinite matrices [H, d, d]."""
+        """Half of positive semidefinite matrices [H, d, d]."""
         root = matrices.diagonal(dim1=1, dim2=2).clamp_min(0).sqrt()
         correlation = matrices / (root.unsqueeze(-1) * root.unsqueeze(-2)).clamp_min(1e-300)
         row, column = torch.triu_indices(root.shape[1], root.shape[1], offset=1)
@@ -69,7 +69,7 @@ class Directions:
 
     @classmethod
     def of(cls, queries: Moments, keys: Moments, values: Moments, output: str) -> Directions:
-        """Of the moments of a layer's queries, keys and values."""
+        """Directions by the moments of a layer's queries, keys and values."""
         asked, of_keys, of_values = map(Symmetric.of, (queries.second, keys.covariance, values.covariance))
         return cls(asked, of_keys, of_values, keys.mean.float(), values.mean.float(), output)
 

@@ -79,7 +79,7 @@ class EvictionErrors:
             self.errors[name] = self.errors[name] + weight * errors
 
     def cost(self, name: str, weighing: Tensor | None, stream: Stream) -> list[float]:
-        """What eviction in each KV head of a layer costs; ``weighing`` [Hkv, dv, dv] is the quadratic form by which an
+        """The cost of eviction in each KV head of a layer; ``weighing`` [Hkv, dv, dv] is the quadratic form by which an
         error in a value counts (default: its square)."""
         errors = self.errors[name]
         of_heads = errors.diagonal(dim1=1, dim2=2).sum(-1) if weighing is None else (weighing * errors).sum((1, 2))

@@ -28,17 +28,14 @@ _SHORTEST_LINE = 20
 def text_windows(
     source: Source,
     tokenizer: PreTrainedTokenizerBase,
-    *,
-    length: int = 512,
-    windows: int | None = None,
-    split: str = "train",
-    holdout: float = 0.05,
-    text_field: str = "text",
-    padded: bool = False,
+    length: int,
+    windows: int | None,
+    split: str,
+    keep: Callable[[bytes], bool],
+    text_field: str,
+    padded: bool,
 ) -> TokenWindows:
-    """Windows of tokens from text or token files; see :func:`dofla.token_windows`."""
-    check_cut(length, windows)
-    keep = membership(split, holdout)
+    """Windows of tokens from text or token files, of the documents to ``keep``; see :func:`dofla.token_windows`."""
     name = f"{describe(source)} ({split})"
     if (path := _token_file(source)) is not None:
         return _from_token_file(path, name, length, windows, keep)

@@ -45,19 +45,14 @@ class Bar:
 
     def losses(self, step: int, steps: int, losses: Mapping[str, float]) -> None:
         """Report a step of a training, with the range of the layers' losses."""
-        self(step, steps, loss_range(losses))
+        values = losses.values()
+        mean = f"loss {statistics.fmean(values):.3f}"
+        text = mean if len(values) == 1 else f"{mean} (layers {min(values):.2f} to {max(values):.2f})"
+        self(step, steps, text)
 
     def close(self) -> None:
         """Take it off the screen."""
         self._bar.close()
-
-
-def loss_range(losses: Mapping[str, float]) -> str:
-    """Loss of all layers in a few words."""
-    values = losses.values()
-    if len(values) == 1:
-        return f"loss {next(iter(values)):.3f}"
-    return f"loss {statistics.fmean(values):.3f} (layers {min(values):.2f} to {max(values):.2f})"
 
 
 @contextmanager

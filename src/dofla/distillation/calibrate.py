@@ -52,16 +52,12 @@ def calibrate_layer(call: AttentionCall, layer: AttentionLayer, generator: torch
         smoothing.calibrate(Moments.of(_real_vectors(call, call.key).cpu()))
     if not any(feature_map.wants_data for feature_map in layer.maps):
         return
-    _standardize(call, layer)
-    if is_hybrid(layer):
-        _set_level(call, layer, call.random_rows(_ROWS, generator))
-
-
-def _standardize(call: AttentionCall, layer: AttentionLayer) -> None:
     for group, query, key in split_heads(layer, *layer.smooth(call.query, call.key)):
         groups = query.shape[1] // key.shape[1]
         query = _real_vectors(call, query).unflatten(0, (-1, groups)).transpose(1, 2).flatten(1, 2)
         group.map.calibrate(query, _real_vectors(call, key))
+    if is_hybrid(layer):
+        _set_level(call, layer, call.random_rows(_ROWS, generator))
 
 
 def _new_smoothing(layer: AttentionLayer) -> KeySmoothing | None:

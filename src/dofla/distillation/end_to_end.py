@@ -18,7 +18,7 @@ from dofla.distillation.distributed import add_gradients, gather, to_device
 from dofla.distillation.history import History
 from dofla.distillation.objective import Objective
 from dofla.distillation.steps import Batches
-from dofla.distillation.trainable import WEIGHTS, Trainable, layers_made_again, trainable
+from dofla.distillation.trainable import WEIGHTS, layers_made_again, trainable
 from dofla.errors import DoflaError, check_choice, check_numbers
 from dofla.integration.checkpoint import refuse_trained, write_lora
 from dofla.integration.converted import Converted
@@ -27,7 +27,6 @@ from dofla.integration.placement import context_of
 from dofla.integration.reading import windows_for
 from dofla.integration.recorder import evaluation_mode
 from dofla.integration.wrapped import unwraps_its_model
-from dofla.layers import AttentionLayer
 from dofla.storage.defaults import with_torchs_defaults
 from dofla.storage.rank import is_main_process, rank, world_size
 
@@ -143,7 +142,10 @@ def distill_end_to_end(
         with trainable(handle, weights, lora_rank) as part:
             loss, parts = Objective(student, part.teacher), layers | part.weights
             settings["loss"] = loss.name
-            descent = Descent(_groups(layers, part, rates), schedule, steps)
+            maps = [parameter for layer in layers.values() for parameter in layer.parameters()]
+            trained = {"maps": maps, "weights": list(part.weights.values())}
+            groups = [{"params": trained[name], "lr": rate} for name, rate in rates.items() if trained[name]]
+            descent = Descent(groups, schedule, steps)
             identity = settings | {"plan": handle.plan.to_dict()["layers"]}
             run = (folder, identity, windows, checkpoint_every)
             checkpoint = Checkpoint(*run, parts, descent.optimizer, [loss.name])
@@ -183,12 +185,6 @@ def _gradients(loss: Objective, step: Sequence[Mapping[str, Tensor]], precision:
         part.backward()
         total += part.detach()
     return gather(total).sum().item()
-
-
-def _groups(layers: Mapping[str, AttentionLayer], part: Trainable, rates: Mapping[str, float]) -> list[dict[str, Any]]:
-    maps = [parameter for layer in layers.values() for parameter in layer.parameters()]
-    trained = {"maps": maps, "weights": list(part.weights.values())}
-    return [{"params": trained[name], "lr": rate} for name, rate in rates.items() if trained[name]]
 
 
 def _rates(weights: str, given: Mapping[str, float]) -> dict[str, float]:

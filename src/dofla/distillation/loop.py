@@ -145,7 +145,10 @@ def distill(
                     generator=partial(generator_of, seed, step),
                     own_inputs=step >= steps * (1 - own_inputs),
                 )
-            _check_finite(losses, step)
+            for name, value in losses.items():
+                if not math.isfinite(value):
+                    what = "next-token loss" if name == DIRECT else f"loss of layer {name}"
+                    raise DoflaError(f"the {what} is {value} at step {step}: NaN in activations")
             add_gradients(descent.parameters)
             descent.step(step)
             curve.append(list(losses.values()))
@@ -155,10 +158,3 @@ def distill(
     how = "feature maps, on the text itself" if loss == DIRECT else "feature maps, layer by layer"
     handle.record.add_distillation(how, windows, "dofla.linear.distill(student, windows", settings)
     return History(columns, torch.tensor(curve), checkpoint.seconds, settings)
-
-
-def _check_finite(losses: Mapping[str, float], step: int) -> None:
-    for name, value in losses.items():
-        if not math.isfinite(value):
-            what = "next-token loss" if name == DIRECT else f"loss of layer {name}"
-            raise DoflaError(f"the {what} is {value} at step {step}: NaN in activations")

@@ -55,15 +55,6 @@ def feature_map_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
     }
 
 
-def load_feature_map_tensors(model: PreTrainedModel, tensors: dict[str, Tensor], where: str) -> None:
-    """The reverse of :func:`feature_map_tensors`; DoflaError naming ``where`` unless names, shapes and bits all fit."""
-    again = "; a converted model of an earlier version must be made again"
-    _check_alike(tensors, feature_map_tensors(model), f"{where} does not fit its plan", again)
-    for name, layer in Converted.of(model).layers.items():
-        layer.load_state_dict({key: tensors[f"{name}.{key}"] for key in layer.state_dict()})
-    check_coders(model, where)
-
-
 def save_adapter(model: PreTrainedModel, folder: str | Path) -> Path:
     """Write only the feature maps and the plan, with a pointer to the base model, a record and a model card; and, of a
     model that was trained end to end, the low-rank factors or weights it has learned.
@@ -209,7 +200,12 @@ def apply_adapter(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
 
 
 def _apply(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
-    load_feature_map_tensors(model, read_tensors(folder / WEIGHTS)[0], str(folder / WEIGHTS))
+    where, again = str(folder / WEIGHTS), "; a converted model of an earlier version must be made again"
+    tensors, _ = read_tensors(where)
+    _check_alike(tensors, feature_map_tensors(model), f"{where} does not fit its plan", again)
+    for name, layer in Converted.of(model).layers.items():
+        layer.load_state_dict({key: tensors[f"{name}.{key}"] for key in layer.state_dict()})
+    check_coders(model, where)
     if (folder / LORA).exists():
         merge_lora(model, folder)
     elif (folder / TRAINED).exists():

@@ -22,7 +22,7 @@ class AdapterConfig(PreTrainedConfig):
 
     @property
     def auto_map(self) -> Any:
-        """What the auto classes of models, and no others, ask a config first."""
+        """Asked of a config first by the auto classes of models, and by no others."""
         check_model(self._name_or_path)
         raise DoflaError(f"{self._name_or_path} is an adapter: dofla.load opens it")
 

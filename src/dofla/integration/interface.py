@@ -176,21 +176,6 @@ def recording_attention(
 
 
 @contextmanager
-def attention_implementation(model: PreTrainedModel, name: str) -> Iterator[None]:
-    """Within the block the model computes its attention with the implementation registered as ``name``."""
-    before, configs = model.config._attn_implementation, _configs(model)
-    model.set_attn_implementation(name)
-    token = _instead.set({own: other for own, other in _instead.get().items() if own not in configs})
-    try:
-        if model.config._attn_implementation != name:
-            raise DoflaError(unreachable(model))
-        yield
-    finally:
-        _instead.reset(token)
-        model.set_attn_implementation(before)
-
-
-@contextmanager
 def computing(model: PreTrainedModel, name: str) -> Iterator[None]:
     """Within the block, and in this thread alone, a converted model computes the attention registered as ``name``.
 
@@ -249,12 +234,18 @@ def unreachable(model: PreTrainedModel) -> str:
 def visiting(model: PreTrainedModel, visitor: Visitor | None, run: Callable | None = None) -> Iterator[None]:
     """Within the block, ``visitor`` sees every call of the model's attention, which goes on with ``run``; default
     softmax attention."""
+    before, configs = model.config._attn_implementation, _configs(model)
+    model.set_attn_implementation(RECORDING)
+    others = _instead.set({own: other for own, other in _instead.get().items() if own not in configs})
     token = _visitor.set((visitor, run or softmax_attention))
     try:
-        with attention_implementation(model, RECORDING):
-            yield
+        if model.config._attn_implementation != RECORDING:
+            raise DoflaError(unreachable(model))
+        yield
     finally:
         _visitor.reset(token)
+        _instead.reset(others)
+        model.set_attn_implementation(before)
 
 
 def padding_mask(

@@ -76,11 +76,20 @@ def model_card(plan: Plan, record: Record, *, adapter: bool, name: str, tags: Se
         tags=list(dict.fromkeys(["dofla", "kv-cache" if plan.compressed else "linear-attention", *tags])),
         datasets=record.datasets or None,
         metrics=list(dict.fromkeys(figure.metric for figure in record.figures)) or None,
-        model_name=title,
-        eval_results=[_result(figure, task) for figure in record.figures] or None,
     )
-    if not record.figures:
-        data.model_name = None  # which stands in the index of figures only
+    if record.figures:  # whose index alone says the name
+        data.model_name = title
+        data.eval_results = [
+            EvalResult(
+                task_type=task or "other",
+                dataset_type=figure.source.partition(",")[0],
+                dataset_name=figure.source,
+                metric_type=figure.metric,
+                metric_name=figure.label,
+                metric_value=round(figure.model, 4),
+            )
+            for figure in record.figures
+        ]
     commands = list(dict.fromkeys(_cell(figure.command) for figure in record.figures))
     return ModelCard.from_template(
         data,
@@ -115,17 +124,6 @@ def _task(model_class: str) -> tuple[str, str | None]:
         if model_class in getattr(modeling_auto, f"MODEL_{kind}MAPPING_NAMES").values():
             return auto_class, task
     return model_class or "AutoModel", None
-
-
-def _result(figure: Figure, task: str | None) -> EvalResult:
-    return EvalResult(
-        task_type=task or "other",
-        dataset_type=figure.source.partition(",")[0],
-        dataset_name=figure.source,
-        metric_type=figure.metric,
-        metric_name=figure.label,
-        metric_value=round(figure.model, 4),
-    )
 
 
 def _made_by(plan: Plan) -> Iterator[str]:

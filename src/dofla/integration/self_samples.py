@@ -67,19 +67,10 @@ def token_windows(
     Raises:
         DoflaError: bad arguments; a bad source, or one with too little text for one window.
     """
-    if source != "self":
-        return text_windows(
-            source,
-            tokenizer,
-            length=length,
-            windows=windows,
-            split=split,
-            holdout=holdout,
-            text_field=text_field,
-            padded=padded,
-        )
     check_cut(length, windows)
-    membership(split, holdout)
+    keep = membership(split, holdout)
+    if source != "self":
+        return text_windows(source, tokenizer, length, windows, split, keep, text_field, padded)
     if model is None or windows is None:
         raise DoflaError(f'source "self": no {"model" if model is None else "number of windows"} given; give one')
     own = stream_seed(seed, split)

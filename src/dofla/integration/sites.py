@@ -63,7 +63,11 @@ def attention_sites(model: PreTrainedModel) -> dict[str, AttentionSite]:
             unsaid.append(name)
         _, heads, length, head_dim = query.shape
         pattern = mask is not None and mask.ndim == 4
-        linear_time, causal = _bounded(module, kwargs) and pattern, is_causal(module, kwargs)
+        window = kwargs.get("sliding_window") or getattr(module, "sliding_window", None)
+        bounded = window or _kind(module) not in (None, "full_attention")
+        for size in ("sliding_window", "attention_chunk_size"):
+            window = window or getattr(module.config, size, None)
+        linear_time, causal = bool(bounded and pattern), is_causal(module, kwargs)
         sharing = [other for other, own in seen.items() if causal and own.data_ptr() == key.data_ptr()]
         seen[name] = key
         for other in sharing:
@@ -79,7 +83,7 @@ def attention_sites(model: PreTrainedModel) -> dict[str, AttentionSite]:
             linear_time,
             None if linear_time else _refusal(module, kwargs, pattern, length != key.shape[-2]),
             bool(sharing),
-            _window(module, kwargs) if linear_time else None,
+            window if linear_time else None,
             bool(sharing),
         )
 
@@ -131,17 +135,6 @@ def refuse(site: AttentionSite) -> None:
     reason = reason or ("it shares its keys and values with other layers" if site.shares_keys else None)
     if reason:
         raise DoflaError(f"layer {site.name} cannot be converted: {reason}; keep it softmax (keep_softmax)")
-
-
-def _bounded(module: nn.Module, kwargs: dict[str, Any]) -> bool:
-    if kwargs.get("sliding_window") or getattr(module, "sliding_window", None):
-        return True
-    return _kind(module) not in (None, "full_attention")
-
-
-def _window(module: nn.Module, kwargs: dict[str, Any]) -> int | None:
-    given, config = kwargs.get("sliding_window") or getattr(module, "sliding_window", None), module.config
-    return given or getattr(config, "sliding_window", None) or getattr(config, "attention_chunk_size", None)
 
 
 def _kind(module: nn.Module) -> str | None:

@@ -1,7 +1,7 @@
 """Turning a model into a converted model in place, and back."""
 
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import lru_cache
 from typing import Any
@@ -116,31 +116,9 @@ def even_plan(
         keep_softmax: layers to leave as they are.
 
     Raises:
-        DoflaError: a budget below 1; a name in ``keep_softmax`` that is no layer.
+        DoflaError: a budget below 1; a name in ``keep_softmax`` that is no layer; no layer left to linearize.
     """
-
     check_budget(budget)
-
-    def size(site: AttentionSite) -> dict[str, Any]:
-        kept_as = token_dtype or default_token_dtype(site.causal)
-        cost = HeadCost.of(site.head_dim, site.value_dim, model.dtype.itemsize, kept_as)
-        features, window, sinks = even_size(budget, cost, share)
-        sizes = {"features": features, "window": window, "sinks": sinks}
-        return {**sizes, "feature_map": feature_map, "token_dtype": kept_as, "smooth_keys": kept_as == "int8"}
-
-    made_by = {"strategy": "hybrid", "budget": budget, "share": share}
-    return plan_by_site(model, FeatureLayer, size, keep_softmax, made_by)
-
-
-def plan_by_site(
-    model: PreTrainedModel,
-    made: type[LayerPlan],
-    size: Callable[[AttentionSite], dict[str, Any]],
-    keep_softmax: Collection[str],
-    made_by: dict[str, Any],
-) -> Plan:
-    """A plan of layers of the kind ``made``, whose fields beside their shape ``size`` says; DoflaError for a name in
-    ``keep_softmax`` that is no layer, or if there is none to linearize."""
     sites = attention_sites(model)
     layers: list[LayerPlan] = []
     check_kept(sites, keep_softmax)
@@ -148,10 +126,15 @@ def plan_by_site(
         shape = (site.name, site.kv_heads, site.head_dim, site.value_dim)
         if site.linear_time and site.name not in keep_softmax:
             continue
-        softmax = site.shares_keys or site.name in keep_softmax
-        layers.append(SoftmaxLayer(*shape) if softmax else made(*shape, **size(site)))
+        if site.shares_keys or site.name in keep_softmax:
+            layers.append(SoftmaxLayer(*shape))
+            continue
+        kept_as = token_dtype or default_token_dtype(site.causal)
+        sizes = even_size(budget, HeadCost.of(site.head_dim, site.value_dim, model.dtype.itemsize, kept_as), share)
+        layers.append(FeatureLayer(*shape, *sizes, feature_map, kept_as, smooth_keys=kept_as == "int8"))
     check_left(model.config, type(model).__name__, [x for x in layers if not isinstance(x, SoftmaxLayer)])
     _tell_of_shared(tuple(site.name for site in sites.values() if site.shares_keys and not site.linear_time))
+    made_by = {"strategy": "hybrid", "budget": budget, "share": share}
     return Plan(layers, model.config._name_or_path or type(model).__name__, made_by)
 
 

@@ -44,7 +44,9 @@ class StandInProducts(TorchFunctionMode):
 
     def __torch_function__(self, function: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if function is functional.embedding:
-            return _embedded(*args[:2])
+            tokens, weight = args[:2]
+            angles = (tokens.unsqueeze(-1) + 1.0) * torch.arange(1.0, weight.shape[-1] + 1, device=tokens.device)
+            return torch.cos(angles).to(weight.dtype)
         if function is functional.linear:
             return self._product(args[0], args[1].shape[0])
         if function is torch.addmm:
@@ -65,8 +67,3 @@ _MATMUL = (torch.matmul, torch.bmm, Tensor.matmul, Tensor.__matmul__, Tensor.bmm
 def _stands_in(weight: Tensor) -> bool:
     """True of one number that is repeated."""
     return weight.numel() > 1 and not any(weight.stride())
-
-
-def _embedded(tokens: Tensor, weight: Tensor) -> Tensor:
-    angles = (tokens.unsqueeze(-1) + 1.0) * torch.arange(1.0, weight.shape[-1] + 1, device=tokens.device)
-    return torch.cos(angles).to(weight.dtype)

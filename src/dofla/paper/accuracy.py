@@ -32,7 +32,10 @@ def task_accuracy(bench: Bench) -> Table:
     finetuned = bench.study.finetune.tasks
     columns = ["model", "average", *names, "critical τ", "agreement", *(f"fine-tuned {name}" for name in finetuned)]
     rows: list[list[Cell]] = [["Original", *_accuracies([teacher]), None, None, *_finetuned(bench, None)]]
-    for spec in _methods(bench):
+    # Of DiJiang's two readings that of the public code, which the paper ran.
+    others = [spec for spec in baselines() if spec.feature_map != "dijiang"]
+    methods = {spec.name: spec for spec in bench.lineup([*others, *paper_methods()])} | {"Wide": wide(bench.students)}
+    for spec in (methods[name] for name in methods if name in (bench.study.tasks.methods or methods)):
         several = [_scores(bench, spec, seed) for seed in _seeds(bench)]
         critical = Figure.of([_critical(teacher, scores) for scores in several])
         alike = Figure.of([_agreement(teacher, scores) for scores in several], spread=False)
@@ -105,13 +108,6 @@ def _critical(teacher: Sequence[TaskScores], student: Sequence[TaskScores]) -> f
 def _agreement(teacher: Sequence[TaskScores], student: Sequence[TaskScores]) -> float:
     """Share of items where both choose the same, mean over tasks."""
     return statistics.fmean(compare(*pair).agreement or 0.0 for pair in zip(teacher, student, strict=True))
-
-
-def _methods(bench: Bench) -> list[StudentSpec]:
-    """The paper's rows that the study wants; of DiJiang's two readings that of the public code, which the paper ran."""
-    others = [spec for spec in baselines() if spec.feature_map != "dijiang"]
-    rows = {spec.name: spec for spec in bench.lineup([*others, *paper_methods()])} | {"Wide": wide(bench.students)}
-    return [spec for name, spec in rows.items() if name in bench.study.tasks.methods or not bench.study.tasks.methods]
 
 
 def _accuracies(several: Sequence[Sequence[TaskScores]]) -> list[Cell]:

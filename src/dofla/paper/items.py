@@ -92,15 +92,13 @@ def tasks_of(spec: TasksSpec) -> list[Task]:
         return [task.take(spec.items) for task in found if not spec.names or task.name in spec.names]
     if not spec.names:
         raise DoflaError('the study names no tasks: --set "tasks.names=[arc_easy, ...]"')
-    return [_test_items(name, spec.source).take(spec.items) for name in spec.names]
-
-
-def _test_items(name: str, source: str) -> Task:
-    if source == "hub":
-        return hub_task(name)
-    if (path := task_file(source, f"{name}-test")) is None:
-        raise DoflaError(f"{source} has no {name}-test.jsonl(.gz): --set tasks.source=FOLDER")
-    return load_task(path)
+    found = []
+    for name in spec.names:
+        path = None if spec.source == "hub" else task_file(spec.source, f"{name}-test")
+        if path is None and spec.source != "hub":
+            raise DoflaError(f"{spec.source} has no {name}-test.jsonl(.gz): --set tasks.source=FOLDER")
+        found.append((load_task(path) if path else hub_task(name)).take(spec.items))
+    return found
 
 
 def train_and_test(name: str, source: str) -> tuple[Task, Task]:

@@ -9,18 +9,13 @@ from dofla.paper.bench import Bench, per_seed
 from dofla.paper.error_curve import rank_correlation
 from dofla.paper.methods import baselines, leverage, other_maps, over_heads, paper_methods, trained, wide
 from dofla.paper.table import Cell, Figure, Table
-from dofla.runs.recipe import StudentSpec
 from dofla.runs.run import layer_mean
-
-
-def all_methods(bench: Bench) -> list[StudentSpec]:
-    """The rows of tables 3 and 7 that this model can have."""
-    return bench.lineup([*baselines(), leverage(), *paper_methods(), wide(bench.students), *other_maps()])
 
 
 def next_token_loss(bench: Bench) -> Table:
     """Table 7: the loss of the distilled models; of an encoder, how well its embeddings are kept."""
-    runs = {spec.name: bench.evaluations(spec) for spec in all_methods(bench)}
+    specs = [*baselines(), leverage(), *paper_methods(), wide(bench.students), *other_maps()]
+    runs = {spec.name: bench.evaluations(spec) for spec in bench.lineup(specs)}
     if not bench.is_language_model:
         return _embeddings(runs)
     first = next(iter(runs.values()))[0]

@@ -16,7 +16,6 @@ from dofla.integration.estimators import Reservoir
 from dofla.integration.reading import windows_for
 from dofla.integration.recorder import AttentionCall, read_windows
 from dofla.integration.wrapped import unwraps_its_model
-from dofla.layers import AttentionLayer
 from dofla.paper.sampling import leverage_features
 from dofla.profiles.tolerance import DEFAULT_LAMBDA
 from dofla.storage.defaults import with_torchs_defaults
@@ -96,16 +95,11 @@ def sample_features(
         if callable(progress):
             progress("drawing", done, len(layers))
     for name, layer in layers.items():
-        _set(layer, drawn[name])
+        for group in layer.groups:
+            assert isinstance(group, FeatureHeads)
+            assert isinstance(group.map, PRF)
+            with torch.no_grad():
+                for row, head in enumerate(group.heads):
+                    for own, found in zip((group.map.z, group.map.log_alpha), drawn[name][head], strict=True):
+                        own[row].copy_(found)
     return student
-
-
-@torch.no_grad()
-def _set(layer: AttentionLayer, drawn: list[tuple[Tensor, Tensor]]) -> None:
-    for group in layer.groups:
-        assert isinstance(group, FeatureHeads)
-        assert isinstance(group.map, PRF)
-        for row, head in enumerate(group.heads):
-            z, log_alpha = drawn[head]
-            group.map.z[row].copy_(z)
-            group.map.log_alpha[row].copy_(log_alpha)

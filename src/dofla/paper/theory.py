@@ -106,7 +106,11 @@ def log_leverage(log_features: Tensor, gram: Tensor, lam: float) -> Tensor:
     """
     _check_positive("lam", lam)
     eigenvalues, eigenvectors = _spectrum(gram)
-    _check_log_features(log_features, len(gram))
+    if log_features.ndim != 2 or log_features.shape[0] != len(gram) or log_features.shape[1] == 0:
+        expected = f"[{len(gram)}, Z], Z ≥ 1: one row per row of gram"
+        raise DoflaError(f"log_features has shape {list(log_features.shape)}, expected {expected}")
+    if log_features.isnan().any() or (log_features == math.inf).any():
+        raise DoflaError("log_features holds nan or inf: features are finite; -inf alone means a feature of zero")
     log_features = log_features.double()
     # Each column at its own scale: φ ranges over hundreds of orders of magnitude, (Σ + λI)⁻¹ need not see it.
     peak = log_features.amax(0)
@@ -249,12 +253,3 @@ def _check_vectors(name: str, vectors: Tensor) -> None:
         raise DoflaError(f"{name} has shape {list(vectors.shape)}, expected [count, width]: pass at least one vector")
     if not vectors.isfinite().all():
         raise DoflaError(f"{name} holds nan or inf: drop these rows")
-
-
-def _check_log_features(log_features: Tensor, rows: int) -> None:
-    if log_features.ndim != 2 or log_features.shape[0] != rows or log_features.shape[1] == 0:
-        raise DoflaError(
-            f"log_features has shape {list(log_features.shape)}, expected [{rows}, Z], Z ≥ 1: one row per row of gram"
-        )
-    if log_features.isnan().any() or (log_features == math.inf).any():
-        raise DoflaError("log_features holds nan or inf: features are finite; -inf alone means a feature of zero")

@@ -151,7 +151,9 @@ def allocate(
     dof = profile.dof(lam, normalization)
     rows = {x.name: row for x, row in zip(profile.layers, dof, strict=True) if x.name not in keep_softmax}
     chosen = [layer for layer in profile.layers if layer.name in rows]
-    kept_as = {x.name: token_dtype or _token_dtype(x, strategy, curves) for x in chosen}
+    if curves is not None or strategy not in HYBRID:
+        token_dtype = token_dtype or measured.get("token_dtype", "model")
+    kept_as = {x.name: token_dtype or default_token_dtype(x.causal) for x in chosen}
     costs = {x.name: HeadCost.of(x.head_dim, x.value_dim, profile.itemsize, kept_as[x.name]) for x in chosen}
     shapes = {x.name: Shape(x.kv_heads, costs[x.name]) for x in chosen}
     if strategy == "measured":
@@ -180,13 +182,6 @@ def _layer(x: LayerProfile | SkippedLayer, sizes: Sequence[Size] | None, feature
         return SoftmaxLayer(*shape)
     features, window, sinks = (alike(each) for each in zip(*sizes, strict=True))
     return FeatureLayer(*shape, features, window, sinks, feature_map, kept_as, smooth_keys=kept_as == "int8")
-
-
-def _token_dtype(layer: LayerProfile, strategy: str, curves: Curves | None) -> str:
-    """The default storage of the layer's exact tokens, one of :data:`dofla.feature_maps.cost.TOKEN_DTYPES`."""
-    if curves is not None:
-        return curves.made_by.get("token_dtype", "model")
-    return default_token_dtype(layer.causal) if strategy in HYBRID else "model"
 
 
 def _measured(

@@ -40,7 +40,10 @@ def doubtful(dof: Rows, errors: Rows) -> list[str]:
     if not heads:
         return []
     count, total = sum(map(len, heads.values())), sum(map(len, dof))
-    named = [f"layer {layer} head{'s' if len(own) > 1 else ''} {_few(own)}" for layer, own in heads.items()]
+    named = [
+        f"layer {layer} head{'s' if len(own) > 1 else ''} {', '.join(map(str, own[:4]))}{', …' if len(own) > 4 else ''}"
+        for layer, own in heads.items()
+    ]
     lines = [f"not to be trusted, standard error above a quarter of the value: {count} of {total} heads"]
     shown = "  "
     for n, name in enumerate(named):
@@ -49,10 +52,6 @@ def doubtful(dof: Rows, errors: Rows) -> list[str]:
             return [*lines, shown + rest]
         shown += name + ("; " if n + 1 < len(named) else "")
     return [*lines, shown]
-
-
-def _few(heads: Sequence[int]) -> str:
-    return ", ".join(map(str, heads[:4])) + (", …" if len(heads) > 4 else "")
 
 
 def _shaded(value: float, error: float, top: float) -> Text:

@@ -40,6 +40,9 @@ def section_of(runs: Sequence[RunRecord]) -> Section:
     found = [(f"{model.name}{name}", model) for name, run in zip(names, runs, strict=True) for model in run.models]
     models = dict(sorted(found, key=lambda pair: pair[1].lost))
     best, model = next(iter(models.items()))
+    commands = [f"dofla report {' '.join(shlex.quote(str(run.folder)) for run in runs)} --speed"]
+    if model.section == "language":
+        commands.insert(0, f'dofla generate {shlex.quote(str(model.adapter))} --prompt "Once upon a time"')
     with naming(model.folder):
         said = _verdict(model)
     return Section(
@@ -49,7 +52,7 @@ def section_of(runs: Sequence[RunRecord]) -> Section:
         parts=[*_table(models), _RULES[model.section]],
         charts=_charts(runs, models),
         samples=_samples(models),
-        commands=_commands(runs, model),
+        commands=commands,
         recipes=[(str(run.folder), run.text) for run in runs],
     )
 
@@ -240,9 +243,3 @@ def _samples(models: Models) -> list[tuple[str, list[tuple[str, str]]]]:
         for prompt, original, own in samples:
             found.setdefault(prompt, {ORIGINAL: original})[label] = own
     return [(excerpt(prompt), list(texts.items())) for prompt, texts in found.items()]
-
-
-def _commands(runs: Sequence[RunRecord], best: ModelRecord) -> list[str]:
-    use = f'dofla generate {shlex.quote(str(best.adapter))} --prompt "Once upon a time"'
-    folders = " ".join(shlex.quote(str(run.folder)) for run in runs)
-    return [*([use] if best.section == "language" else []), f"dofla report {folders} --speed"]

@@ -52,26 +52,23 @@ class Section:
 def write_page(path: str | Path, sections: Sequence[Section]) -> Path:
     """Write the page, replacing what was there; DoflaError if it is larger than :data:`LIMIT`, or cannot be written."""
     path = Path(path)
-    html = _page(sections).encode("utf-8")
-    if len(html) > LIMIT:
-        raise DoflaError(f"the page would take {len(html)} bytes, {LIMIT} are allowed: report fewer runs at once")
-    with replacing(path) as partial:
-        partial.write_bytes(html)
-    return path
-
-
-def _page(sections: Sequence[Section]) -> str:
     environment = Environment(
         loader=PackageLoader("dofla.report", ""), autoescape=True, undefined=StrictUndefined, trim_blocks=True
     )
     environment.filters["spec"] = _json
-    return environment.get_template("page.html.j2").render(
+    page = environment.get_template("page.html.j2").render(
         title=", ".join(dict.fromkeys(section.title for section in sections)),
         sections=sections,
         version=dofla.__version__,
         today=datetime.datetime.now(tz=datetime.UTC).date().isoformat(),
         runtime=Markup(vl_convert.javascript_bundle(vl_version=alt.SCHEMA_VERSION.lstrip("v").rpartition(".")[0])),
     )
+    html = page.encode("utf-8")
+    if len(html) > LIMIT:
+        raise DoflaError(f"the page would take {len(html)} bytes, {LIMIT} are allowed: report fewer runs at once")
+    with replacing(path) as partial:
+        partial.write_bytes(html)
+    return path
 
 
 def _json(spec: dict[str, Any]) -> Markup:

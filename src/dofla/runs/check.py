@@ -194,11 +194,11 @@ def check(
             found.reason = str(error)
         if any(layer.becomes == COMPRESSED for layer in found.layers):
             kept = [layer.name for layer in found.layers if layer.becomes in (SOFTMAX, REFUSED)]
-            found.cache = [
-                CacheSize(tokens, *_bytes(tokens, sites, plan), plan.made_by["size"])
-                for plan in _plans(replace(target, keep_softmax=kept), asked, ratio)
-                for tokens in LENGTHS
-            ]
+            target = replace(target, keep_softmax=kept)
+            for given in asked:
+                with suppress(DoflaError):  # of a size without room for a token of each kind, which is the reason above
+                    plan = compressed_plan(target, target.size(given, ratio))
+                    found.cache += [CacheSize(n, *_bytes(n, sites, plan), plan.made_by["size"]) for n in LENGTHS]
     found.supported = found.reason is None
     if found.cache:
         dtype = opened.dtype if isinstance(model, nn.Module) else opened.config.dtype
@@ -221,13 +221,6 @@ def target_of(model: str, context: int | None = None, keep_softmax: Collection[s
             return None
     target.compressed  # noqa: B018 refuses what cannot be compressed
     return target
-
-
-def _plans(target: Target, sizes: list[int | None], ratio: float | None) -> Iterator[Plan]:
-    """The plan of each size that has room for a token of each kind."""
-    for asked in sizes:
-        with suppress(DoflaError):  # which is the reason already
-            yield compressed_plan(target, target.size(asked, ratio))
 
 
 def _from_config(given: PreTrainedConfig | str | Path, trust_remote_code: bool) -> PreTrainedModel:

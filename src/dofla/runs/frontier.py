@@ -172,24 +172,21 @@ class Frontier(Result):
         """The verdict; by length, loss increase and KL by size and text."""
         yield f"{self.verdict()}\n"
         for length in sorted(self.cache):
-            yield from self._part(length)
+            shown = table("cache", "smaller", *self.texts, "perplexity", gap=2)
+            points = {(x.size, x.text): x for x in self.points if x.length == length}
+            for worst in self.at(length):
+                own = [points.get((worst.size, text)) for text in self.texts]
+                cells = [f"{figure(x.loss_increase)}, {figure(x.kl)}" if x else "" for x in own]
+                smaller = f"{figure(self.cache[length] / worst.bytes)} x"
+                shown.add_row(size(worst.bytes), smaller, *cells, perplexity(worst.loss_increase))
+            yield f"{length} tokens, of which the original's cache is {size(self.cache[length])}"
+            yield shown
+            yield ""
         yield "loss increase and KL, nats per token"
         if self.target is not None:
             yield f"A size is within the target of {self.target:g} if both are, on every text."
         if heads := self.made_from.get("retrieval_heads"):
             yield f"retrieval heads: {heads}; smaller sizes have no room for so many"
-
-    def _part(self, length: int) -> Iterator[Part]:
-        shown = table("cache", "smaller", *self.texts, "perplexity", gap=2)
-        points = {(x.size, x.text): x for x in self.points if x.length == length}
-        for worst in self.at(length):
-            own = [points.get((worst.size, text)) for text in self.texts]
-            cells = [f"{figure(x.loss_increase)}, {figure(x.kl)}" if x else "" for x in own]
-            smaller = f"{figure(self.cache[length] / worst.bytes)} x"
-            shown.add_row(size(worst.bytes), smaller, *cells, perplexity(worst.loss_increase))
-        yield f"{length} tokens, of which the original's cache is {size(self.cache[length])}"
-        yield shown
-        yield ""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, for JSON."""

@@ -39,18 +39,14 @@ def locked(folder: str | Path) -> Iterator[None]:
     except OSError as error:
         raise cannot_write(folder, error.errno) from error
     try:
-        _move_in(folder)
+        remove_leftovers(folder)
+        try:
+            (folder / _HOLDER).write_text(f"{os.getpid()}\n")
+        except OSError as error:
+            raise cannot_write(folder, error.errno) from error
         yield
     finally:
         lock.release()
-
-
-def _move_in(folder: Path) -> None:
-    remove_leftovers(folder)
-    try:
-        (folder / _HOLDER).write_text(f"{os.getpid()}\n")
-    except OSError as error:
-        raise cannot_write(folder, error.errno) from error
 
 
 def _holder(folder: Path) -> str:

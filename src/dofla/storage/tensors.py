@@ -18,7 +18,8 @@ def write_tensors(path: str | Path, tensors: Mapping[str, Tensor], metadata: Map
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     with replacing(path) as partial:
         save_file(tensors, partial, metadata=dict(metadata) if metadata else None)
-        partial.chmod(0o666 & ~_umask())  # safetensors would keep it from everybody else
+        os.umask(mask := os.umask(0))
+        partial.chmod(0o666 & ~mask)  # safetensors would keep it from everybody else
 
 
 def read_tensors(
@@ -38,9 +39,3 @@ def read_tensors(
         if tensor.is_floating_point() and not torch.isfinite(tensor).all():
             raise DoflaError(f"{path} is damaged ({name} holds NaN or infinity): {way_out}")
     return tensors, metadata
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask

@@ -48,16 +48,13 @@ def levels(bits: int) -> Tensor:
     return torch.cat([half, -half.flip(0)])
 
 
-def _tables() -> Tensor:
-    """All of these as one array, as kernels take them: levels by bits in rows of 64, as numbers and once
-    more as bytes; scales and the borders of their squares in rows of 256, of which the last is infinite."""
-    of_bits = torch.cat([levels(bits) for bits in range(1, MOST_BITS + 1)])
-    as_bytes = of_bits.to(torch.int8).view(torch.float32)
-    return torch.cat([of_bits, as_bytes, _SCALES, _SQUARE_BORDERS, constant([torch.inf])])
-
-
-TABLES = _tables()
-"""All that kernels look up. A constant, as graphs of torch.compile trace no cached call."""
+_OF_BITS = torch.cat([levels(bits) for bits in range(1, MOST_BITS + 1)])
+TABLES = torch.cat(
+    [_OF_BITS, _OF_BITS.to(torch.int8).view(torch.float32), _SCALES, _SQUARE_BORDERS, constant([torch.inf])]
+)
+"""All that kernels look up, as one array: levels by bits in rows of 64, as numbers and once more as bytes; scales and
+the borders of their squares in rows of 256, of which the last is infinite. A constant, as graphs of torch.compile trace
+no cached call."""
 SCALES_AT = MOST_BITS * (64 + 16)
 """Where the scales begin in :data:`TABLES`; the borders of their squares are the 256 numbers behind them."""
 
