@@ -82,7 +82,9 @@ def behavior(model: PreTrainedModel) -> Behavior:
     ids = texts(model, 1, LENGTH, seed=2)
     whole = logits(model, ids)
     found = {name: _in_pieces(model, ids, sizes) for name, sizes in PIECES.items()} | {"padded": _padded(model, ids)}
-    return Behavior({way: difference(own, whole) for way, own in found.items()}, _same_text(model, ids))
+    options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": NEW, "min_new_tokens": NEW, "do_sample": False}
+    written = [model.generate(ids, use_cache=cached, **options) for cached in (True, False)]
+    return Behavior({way: difference(own, whole) for way, own in found.items()}, torch.equal(*written))
 
 
 def difference(found: Tensor, right: Tensor) -> float:
@@ -106,12 +108,6 @@ def _padded(model: PreTrainedModel, ids: Tensor) -> Tensor:
     if any("position_ids" in inspect.signature(x.forward).parameters for x in (model, model.get_decoder())):
         options["position_ids"] = (mask.cumsum(-1) - 1).clamp(min=0)
     return logits(model, ids, **options)[:, PADDING:]
-
-
-def _same_text(model: PreTrainedModel, ids: Tensor) -> bool:
-    options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": NEW, "min_new_tokens": NEW, "do_sample": False}
-    with_cache, without = (model.generate(ids, use_cache=cached, **options) for cached in (True, False))
-    return torch.equal(with_cache, without)
 
 
 def divergence(model: PreTrainedModel, right: Tensor, ids: Tensor) -> float:

@@ -292,16 +292,11 @@ def test_an_adapter_of_which_a_file_has_changed_is_refused(adapter, name):
 
 
 @pytest.mark.parametrize("format", [1, 3, 99, "2", None])
-def test_an_adapter_of_another_format_is_refused(adapter, format):
-    describe(adapter, format=format)
-    assert_refused(
-        adapter, rf"{ADAPTER} has format {format!r}, this version of dofla reads 2: open it with the version"
-    )
-
-
-def test_an_adapter_without_a_checksum_is_refused(adapter):
+def test_an_adapter_of_another_format_or_without_checksums_is_refused(adapter, format):
     describe(adapter, sha256=None)
     assert_refused(adapter, rf"{ADAPTER} has no sha256: it is damaged, or of an earlier version: compress or distill")
+    describe(adapter, format=format)
+    assert_refused(adapter, rf"{ADAPTER} has format {format!r}, this version of dofla reads 2: open it with")
 
 
 def rename_layers(folder):
@@ -366,15 +361,12 @@ def test_an_adapter_takes_the_place_of_another_as_a_whole(adapter, monkeypatch):
     assert not [path for path in adapter.parent.iterdir() if "partial" in path.name]
 
 
-def test_an_adapter_is_not_written_over_anything_else(adapter, tmp_path):
+def test_an_adapter_is_not_written_over_anything_else_and_a_softmax_model_has_none(tmp_path):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "notes.txt").write_text("kept")
     with pytest.raises(dofla.DoflaError, match="mine exists already: choose another output folder or remove it"):
         dofla.save_adapter(student("llama"), tmp_path / "mine")
     assert [path.name for path in (tmp_path / "mine").iterdir()] == ["notes.txt"]
-
-
-def test_an_adapter_of_a_softmax_model_is_refused(tmp_path):
     with pytest.raises(dofla.DoflaError, match="not converted"):
         dofla.save_adapter(teacher("llama"), tmp_path / "adapter")
     assert not (tmp_path / "adapter").exists()

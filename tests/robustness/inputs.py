@@ -118,10 +118,6 @@ def _student(folder: Path) -> Any:
     return model, plan, record, _numbers(feature_map_tensors(model))
 
 
-def _standalone(folder: Path) -> Any:
-    return _student(folder / "standalone")[1:]
-
-
 def _adapter(folder: Path) -> Any:
     model, plan, _, maps = _student(folder / "adapter")
     with torch.no_grad():
@@ -175,19 +171,13 @@ def _training(train: Callable, place: str, options: dict[str, int]) -> Callable[
     return read
 
 
-@cache
-def _opened(adapter: Path) -> Any:
-    return dofla.load(adapter)
+_opened = cache(dofla.load)
 
 
 def _figures(folder: Path) -> Any:
     student = _opened(folder / "adapter")
     dofla.note(student, figures=folder / "figures.json")
     return Converted.of(student).record.to_dict()
-
-
-def _report(folder: Path) -> str:
-    return write_report([folder / "run"], folder / "page.html").read_text()
 
 
 def _text(name: str) -> Callable[[Path], Any]:
@@ -203,10 +193,6 @@ def _task(folder: Path) -> Any:
     return items, [tokenizer([item.question, *item.choices])["input_ids"] for item in items]
 
 
-def _tokenizer(folder: Path) -> Any:
-    return load_tokenizer(folder / "model")("w1 w2", return_tensors="pt")["input_ids"]
-
-
 STANDALONE = ("standalone/model.safetensors", "standalone/config.json")
 ADAPTERS = tuple(f"adapter/{name}" for name in (WEIGHTS, LORA, "plan.json"))
 READERS: dict[str, Reader] = {
@@ -216,7 +202,7 @@ READERS: dict[str, Reader] = {
     "curves": Reader(_curves, ("curves.json",)),
     "calibration": Reader(_calibration, ("calibration.safetensors",)),
     "adapter": Reader(_adapter, (*ADAPTERS, f"adapter/{ADAPTER}", f"adapter/{RECORD}"), checked=ADAPTERS),
-    "standalone": Reader(_standalone, STANDALONE, checked=STANDALONE),
+    "standalone": Reader(lambda folder: _student(folder / "standalone")[1:], STANDALONE, checked=STANDALONE),
     "teacher": Reader(_teacher, ("model/config.json", "model/model.safetensors", "model/tokenizer_config.json")),
     "prompt state": Reader(_prompt_state, ("document.safetensors",)),
     "distillation": Reader(_training(distill, "distilled", DISTILL), ("distilled/distill.safetensors",)),
@@ -225,7 +211,7 @@ READERS: dict[str, Reader] = {
     ),
     "figures": Reader(_figures, ("figures.json",)),
     "report": Reader(
-        _report,
+        lambda folder: write_report([folder / "run"], folder / "page.html").read_text(),
         ("run/models/even-seed0/evaluation.json", "run/recipe.yaml", "run/run.json", "run/models/even-seed0/plan.json"),
     ),
     "text": Reader(_text("text.txt"), ("text.txt",)),
@@ -234,5 +220,5 @@ READERS: dict[str, Reader] = {
     "Parquet": Reader(_text("text.parquet"), ("text.parquet",)),
     "tokens": Reader(_text("tokens.safetensors"), ("tokens.safetensors",)),
     "task": Reader(_task, ("quiz.jsonl",)),
-    "tokenizer": Reader(_tokenizer, ("model/tokenizer.json",)),
+    "tokenizer": Reader(lambda folder: load_tokenizer(folder / "model").encode("w1 w2"), ("model/tokenizer.json",)),
 }

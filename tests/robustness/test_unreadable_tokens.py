@@ -75,16 +75,13 @@ def test_a_document_and_a_prompt_longer_than_the_positions(made, tmp_path, capsy
     assert line.startswith(f"dofla: {state} and --prompt: {LENGTH - 1} tokens and 1 to follow, and GPT2LMHeadModel")
 
 
-@pytest.mark.parametrize("shape", [(1, 0), (0, 4), (4,)])
-def test_read_prompt_without_tokens(made, shape):
-    student = dofla.load(made / "adapter")
-    with pytest.raises(dofla.DoflaError, match="the prompt: expected tokens"):
-        dofla.serving.read_prompt(student, torch.zeros(shape, dtype=torch.int64))
-
-
-def test_read_prompt_in_chunks_of_nothing(made):
-    with pytest.raises(dofla.DoflaError, match="chunk: 0"):
-        dofla.serving.read_prompt(dofla.load(made / "adapter"), torch.ones(1, 4, dtype=torch.int64), chunk=0)
+@pytest.mark.parametrize(
+    ("shape", "chunk", "words"),
+    [*((shape, 8, "the prompt: expected tokens") for shape in [(1, 0), (0, 4), (4,)]), ((1, 4), 0, "chunk: 0")],
+)
+def test_read_prompt_without_tokens_or_in_chunks_of_nothing(made, shape, chunk, words):
+    with pytest.raises(dofla.DoflaError, match=words):
+        dofla.serving.read_prompt(dofla.load(made / "adapter"), torch.zeros(shape, dtype=torch.int64), chunk=chunk)
 
 
 def test_an_empty_cache_is_not_saved(made, tmp_path):

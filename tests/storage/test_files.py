@@ -12,14 +12,16 @@ class Broken(Exception):
     pass
 
 
-@pytest.mark.parametrize("exists", [False, True])
-def test_a_new_folder_appears_when_its_block_ends_well_and_leaves_nothing_otherwise(tmp_path, exists):
+@pytest.mark.parametrize("before", [None, [], ["old.txt"]])
+def test_a_new_folder_appears_when_its_block_ends_well_and_all_stays_as_it_was_otherwise(tmp_path, before):
     folder = tmp_path / "some" / "where"
-    if exists:  # an empty one may be filled
+    if before is not None:  # an empty one may be filled
         folder.mkdir(parents=True)
+    for name in before or ():
+        (folder / name).write_text("old")
 
     def make(fail: bool) -> None:
-        with new_folder(str(folder)) as out:
+        with new_folder(str(folder), replaced=bool(before)) as out:
             assert out.name == "where"
             (out / "a.txt").write_text("a")
             assert not (folder / "a.txt").exists()
@@ -28,29 +30,10 @@ def test_a_new_folder_appears_when_its_block_ends_well_and_leaves_nothing_otherw
 
     with pytest.raises(Broken):
         make(fail=True)
-    assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == []
+    assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == (before or [])
     make(fail=False)
     assert [p.name for p in folder.iterdir()] == ["a.txt"]
     assert [p.name for p in folder.parent.iterdir()] == ["where"]
-
-
-def test_a_folder_is_replaced_when_the_block_ends_well_and_stays_otherwise(tmp_path):
-    folder = tmp_path / "out"
-    folder.mkdir()
-    (folder / "old.txt").write_text("old")
-
-    def make(fail: bool) -> None:
-        with new_folder(folder, replaced=True) as out:
-            (out / "new.txt").write_text("new")
-            if fail:
-                raise Broken
-
-    with pytest.raises(Broken):
-        make(fail=True)
-    assert [p.name for p in folder.iterdir()] == ["old.txt"]
-    make(fail=False)
-    assert [p.name for p in folder.iterdir()] == ["new.txt"]
-    assert [p.name for p in tmp_path.iterdir()] == ["out"]
 
 
 def test_an_existing_folder_is_refused_and_kept(tmp_path):
