@@ -12,7 +12,7 @@ _WIDTH = {"cpu": 1024}
 _WIDE = 4096
 """Widths of the matrices that are timed: so small on a CPU that a busy one leaves some of the products alone."""
 _SECONDS = 0.3  # duration of timing
-_TIMES = 1.7
+_TIMES = 1.3
 """Seconds that calibration took for each of these products, in models of 4 M to 500 M parameters: attention, codes and
 what is not a product take the rest."""
 
