@@ -83,7 +83,9 @@ def test_errors_count_relative_to_the_residual_stream(family):
     names, seen = list(attention_sites(model)), {}
     for name in names:
         layer = model.get_submodule(name.rpartition(".")[0])
-        layer.register_forward_pre_hook(lambda _, x, name=name: seen.update({name: x[0]}))
+        layer.register_forward_hook(
+            lambda _, x, out, name=name: seen.update({name: out[0] if isinstance(out, tuple) else out})
+        )
     with torch.no_grad(), streams(model, names) as found:
         run_body(model, batch)
         run_body(model, batch)

@@ -34,7 +34,7 @@ class Stream:
     """The sizes of the residual stream around an attention module, as sums over batches."""
 
     batches: int = 0
-    square: float = 0.0  # of a token's vector before the module, the median over tokens
+    square: float = 0.0  # of a token's vector after the module's layer, the median over tokens
     before: float = 0.0  # of the module's output
     after: float = 0.0  # of what is added to the stream: the same, but where another module normalizes it
 
@@ -114,8 +114,8 @@ def streams(model: PreTrainedModel, names: Collection[str]) -> Iterator[dict[str
 def _hooks(stream: Stream, module: nn.Module, layer: nn.Module) -> Iterator[Any]:
     outputs: list[Tensor] = []
 
-    def enter(_: nn.Module, inputs: tuple, named: dict[str, Any]) -> None:
-        hidden = inputs[0] if inputs else named.get("hidden_states")
+    def leave(_: nn.Module, inputs: tuple, output: Any) -> None:
+        hidden = output[0] if isinstance(output, tuple) else output
         if isinstance(hidden, Tensor):
             stream.batches += 1
             stream.square += hidden.float().square().sum(-1).median().item()
@@ -130,7 +130,7 @@ def _hooks(stream: Stream, module: nn.Module, layer: nn.Module) -> Iterator[Any]
             before, after = (x.float().square().mean().item() for x in (outputs.pop(), output))
             stream.after += after - before
 
-    yield layer.register_forward_pre_hook(enter, with_kwargs=True)
+    yield layer.register_forward_hook(leave)
     yield module.register_forward_hook(answer)
     for other in layer.children():
         if other is not module:
