@@ -2,6 +2,7 @@
 (``nox -s vllm``), whose transformers is another than that of the other tests."""
 
 import os
+from dataclasses import replace
 from importlib.util import find_spec
 
 import pytest
@@ -26,7 +27,13 @@ def compressed_in(folder, model, tokenizer, **options):
     """A model, compressed if there are options, and its folder."""
     windows = dofla.token_windows("sample", tokenizer, windows=12)
     if options:
-        dofla.compress(model, windows, progress=False, **options)
+        found = dofla.calibrate(model, windows, progress=False, head_budgets="even")
+        if options.pop("uneven", False):
+            shares = {
+                name: [1.2 if n else 0.4] * own.shape[0] for n, (name, own) in enumerate(found.directions.items())
+            }
+            found = replace(found, shares=shares)
+        dofla.compress(model, calibration=found, **options)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return model, folder
@@ -38,7 +45,7 @@ def compressed_in(folder, model, tokenizer, **options):
 @pytest.fixture(scope="session", autouse=True)
 def compressed(tmp_path_factory):
     """Head budgets differ, so that states of layers do."""
-    return saved(tmp_path_factory.mktemp("compressed"), size="128KiB", context=512)
+    return saved(tmp_path_factory.mktemp("compressed"), size="128KiB", context=512, uneven=True)
 
 
 @pytest.fixture(scope="session", autouse=True)
