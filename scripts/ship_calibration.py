@@ -1,6 +1,7 @@
 """Calibrate a model on the text that comes with dofla, into a file that comes with dofla too.
 
     python scripts/ship_calibration.py models/smollm2-135m HuggingFaceTB/SmolLM2-135M-Instruct
+    python scripts/ship_calibration.py demo dofla-demo --context 512    # it was trained on no more
 
 The second argument is the model's name, which the calibration says it is of.
 """
@@ -18,9 +19,10 @@ from dofla.integration.positions import positions_of
 from dofla.runs.opening import open_original
 
 
-def main(model: str, name: str) -> None:
+def main(model: str, name: str, context: int | None = None) -> None:
     opened, tokenizer = open_original(model, dtype="float32")
-    found = dofla.calibrate(opened, default_windows(tokenizer, positions_of(opened)), tokenizer=tokenizer)
+    windows = default_windows(tokenizer, context or positions_of(opened))
+    found = dofla.calibrate(opened, windows, tokenizer=tokenizer, context=context)
     print(keep(replace(found, model=name), SHIPPED))
 
 
