@@ -74,7 +74,9 @@ def calibrate(
     view = current_view()
     target_of(model, settings.get("context"), settings.get("keep_softmax", ()))
     opened, tokenizer = open_original(model, device=device, **opening)
-    windows = windows_from(data, opened, tokenizer, {**default_cut(positions_of(opened)), **text})
+    windows = windows_from(
+        data, opened, tokenizer, {**default_cut(positions_of(opened), settings.get("context")), **text}
+    )
     with view.progress("calibrate") as bar:
         found = measure(
             opened, windows, tokenizer=tokenizer if retrieval_heads else None, progress=bar.stage, **settings
@@ -139,7 +141,7 @@ def compress(
             check_disk(out, compressed.get_memory_footprint(), "the model")
         windows = None
         if data is not None:
-            cut = {**default_cut(positions_of(compressed)), **text}
+            cut = {**default_cut(positions_of(compressed), settings.get("context")), **text}
             windows = windows_from(data, compressed, tokenizer, cut)
         options = {"ratio": ratio, "calibration": measured, "tokenizer": tokenizer, **settings}
         with view.progress("compress") as bar:
@@ -202,7 +204,9 @@ def frontier(
     view, lengths = current_view(), list(dict.fromkeys(lengths or [512]))
     target_of(model, settings.get("context"))
     opened, tokenizer = open_original(model, device=device, **opening)
-    windows = windows_from(data, opened, tokenizer, {**cutting, **default_cut(positions_of(opened))})
+    windows = windows_from(
+        data, opened, tokenizer, {**cutting, **default_cut(positions_of(opened), settings.get("context"))}
+    )
     texts = {}
     for name, other in _named(text or [data]).items():
         # Calibration reads another part of the data, and nothing of other texts.

@@ -71,7 +71,9 @@ class CacheConfig(QuantizationConfigMixin):
         windows, tokenizer = None, self.tokenizer
         if self.data is not None and self.calibration is None:
             tokenizer = tokenizer or tokenizer_of(model)
-            windows = token_windows(self.data, tokenizer, model=model, **default_cut(positions_of(model)))
+            windows = token_windows(
+                self.data, tokenizer, model=model, **default_cut(positions_of(model), self.options["context"])
+            )
         return compress(model, windows, calibration=self.calibration, tokenizer=tokenizer, **self.options)
 
 

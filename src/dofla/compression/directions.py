@@ -50,9 +50,9 @@ class Symmetric(NamedTuple):
         return root.unsqueeze(-1) * correlation * root.unsqueeze(-2)
 
 
-def default_cut(positions: int | None) -> dict[str, Any]:
-    """Length and number of the windows to calibrate on, for a model with so many positions."""
-    length = min(LENGTH, positions or LENGTH)
+def default_cut(*most: int | None) -> dict[str, Any]:
+    """Length and number of the windows to calibrate on, of at ``most`` so many tokens: positions or a context."""
+    length = min(LENGTH, *(tokens or LENGTH for tokens in most))
     return {"length": length, "windows": WINDOWS * LENGTH // length}
 
 
