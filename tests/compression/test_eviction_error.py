@@ -132,7 +132,7 @@ def test_even_budgets_are_kept_where_they_are_better_on_held_out_windows(tiny, l
 
     monkeypatch.setattr(Objective, "__call__", loss)
     monkeypatch.setattr(calibrate, "HELD_OUT_TOKENS", 64)
-    monkeypatch.setattr(calibrate, "divide", lambda sizes, costs: dict.fromkeys(costs, [1.25, 0.75]))
+    monkeypatch.setattr(calibrate, "divide", lambda sizes, costs: {name: [1.25, 0.75] for name in costs})
     text = windows(tiny, 6)
     found = dofla.calibrate(model, text, context=96)
     assert all(torch.equal(ids, text.input_ids[1:2, :64]) for ids in read)
