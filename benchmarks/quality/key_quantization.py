@@ -69,12 +69,11 @@ class QuantizedKeys:
 
     def __init__(self, found: Directions, way: Callable[[KeySmoothing, Moments], None], bits: float) -> None:
         heads, dim, _ = found.shape
-        mean = found.key_mean.double()
-        keys = Moments(1, mean, found.keys.whole + mean.unsqueeze(-1) * mean.unsqueeze(-2))
+        asked, keys, _ = found.moments()
         self.smoothing, self.coder = KeySmoothing(heads, dim), None
         way(self.smoothing, keys)
         if bits < 8:
-            queries, keys = self.smoothing.moments(Moments(1, torch.zeros_like(mean), found.queries.whole), keys)
+            queries, keys = self.smoothing.moments(asked, keys)
             self.coder = Coder(heads, dim, bits)
             self.coder.calibrate(keys, queries.second)
 

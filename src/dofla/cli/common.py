@@ -35,6 +35,20 @@ def windows_from(
     return found
 
 
+def calibration_windows(
+    source: str,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    text: Mapping[str, Any],
+    settings: Mapping[str, Any],
+) -> TokenWindows:
+    """Windows to calibrate on, cut as ``text`` says, by default as long as the model and the context allow."""
+    from dofla.compression.directions import default_cut
+    from dofla.integration.positions import positions_of
+
+    return windows_from(source, model, tokenizer, {**default_cut(positions_of(model), settings.get("context")), **text})
+
+
 def written(kind: str, path: Path) -> None:
     """A line on a file or folder that is new, with its size on disk."""
     from dofla.display import size

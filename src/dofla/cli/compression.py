@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from dofla.cli.common import following, windows_from, written
+from dofla.cli.common import calibration_windows, following, windows_from, written
 from dofla.cli.options import (
     DATA,
     IN_MEMORY,
@@ -66,17 +66,13 @@ def calibrate(
 ) -> dict[str, Any]:
     """Measure what compress needs to know of a model, for any size."""
     from dofla import calibrate as measure
-    from dofla.compression.directions import default_cut
-    from dofla.integration.positions import positions_of
     from dofla.runs.check import target_of
     from dofla.runs.opening import open_original
 
     view = current_view()
     target_of(model, settings.get("context"), settings.get("keep_softmax", ()))
     opened, tokenizer = open_original(model, device=device, **opening)
-    windows = windows_from(
-        data, opened, tokenizer, {**default_cut(positions_of(opened), settings.get("context")), **text}
-    )
+    windows = calibration_windows(data, opened, tokenizer, text, settings)
     with view.progress("calibrate") as bar:
         found = measure(
             opened, windows, tokenizer=tokenizer if retrieval_heads else None, progress=bar.stage, **settings
@@ -116,10 +112,8 @@ def compress(
     from dofla import Calibration
     from dofla import compress as make
     from dofla.compression.compress import check_fit
-    from dofla.compression.directions import default_cut
     from dofla.integration.checkpoint import warn_of_local_base, write_adapter
     from dofla.integration.converted import Converted
-    from dofla.integration.positions import positions_of
     from dofla.integration.room import check_disk
     from dofla.runs.check import target_of
     from dofla.runs.opening import open_original
@@ -139,10 +133,7 @@ def compress(
         compressed, tokenizer = open_original(model, device=device, **opening)
         if out is not None:
             check_disk(out, compressed.get_memory_footprint(), "the model")
-        windows = None
-        if data is not None:
-            cut = {**default_cut(positions_of(compressed), settings.get("context")), **text}
-            windows = windows_from(data, compressed, tokenizer, cut)
+        windows = None if data is None else calibration_windows(data, compressed, tokenizer, text, settings)
         options = {"ratio": ratio, "calibration": measured, "tokenizer": tokenizer, **settings}
         with view.progress("compress") as bar:
             make(compressed, windows, size, progress=bar.stage, **options)
@@ -193,8 +184,6 @@ def frontier(
     settings: Given = Function("runs/frontier.py", "frontier", ("progress",)),
 ) -> dict[str, Any]:
     """Find the smallest cache that keeps the quality on your text."""
-    from dofla.compression.directions import default_cut
-    from dofla.integration.positions import positions_of
     from dofla.report import write_page_beside
     from dofla.runs.check import target_of
     from dofla.runs.frontier import ADAPTERS, FRONTIER
@@ -204,9 +193,8 @@ def frontier(
     view, lengths = current_view(), list(dict.fromkeys(lengths or [512]))
     target_of(model, settings.get("context"))
     opened, tokenizer = open_original(model, device=device, **opening)
-    windows = windows_from(
-        data, opened, tokenizer, {**cutting, **default_cut(positions_of(opened), settings.get("context"))}
-    )
+    text_alone = {name: value for name, value in cutting.items() if name != "windows"}  # those are of the evaluation
+    windows = calibration_windows(data, opened, tokenizer, text_alone, settings)
     texts = {}
     for name, other in _named(text or [data]).items():
         # Calibration reads another part of the data, and nothing of other texts.

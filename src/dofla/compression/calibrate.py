@@ -95,6 +95,12 @@ def calibrate(
     )
 
 
+def check_head_budgets(head_budgets: str) -> None:
+    """DoflaError unless it is one of :data:`HEAD_BUDGETS`."""
+    if head_budgets not in HEAD_BUDGETS:
+        raise DoflaError(f"head_budgets is {head_budgets!r}: choose one of {', '.join(HEAD_BUDGETS)}")
+
+
 def measure(
     model: PreTrainedModel,
     target: Target,
@@ -110,34 +116,37 @@ def measure(
     check_numbers(batch_size=batch_size)
     if not isinstance(text := windows_for(model, windows), TokenWindows):
         raise DoflaError("images leave no tokens in a cache: linearize their model instead")
-    if head_budgets not in HEAD_BUDGETS:
-        raise DoflaError(f"head_budgets is {head_budgets!r}: choose one of {', '.join(HEAD_BUDGETS)}")
+    check_head_budgets(head_budgets)
     needles = None if tokenizer is None else needles_among(text, tokenizer, target.length)
     within, layers = calibration_context(model, text, target.context), [site.name for site in target.compressed]
     batches = list(placed_over(text, batch_size, within))
     measured, errors, read = head_budgets == "measured", EvictionErrors(), 0
-    others = batches[HELD_OUT] if measured else []
+    held_out = range(len(batches))[HELD_OUT]
 
     def next_batch() -> Iterator[Batch]:
         nonlocal read
-        for batch in batches:
+        for read, batch in enumerate(batches):
             yield batch
-            read += 1
-            report("directions", read, len(batches))
+            report("directions", read + 1, len(batches))
 
     def look(call: AttentionCall) -> None:
-        if measured and not any(batches[read] is other for other in others):
+        if measured and read not in held_out:
             errors(call)
 
     with streams(model, layers) as around:
         directions = measure_directions(model, next_batch(), layers, look)
     made_by = {"source": text.source, "tokens": text.tokens, "context": within}
-    found = Calibration(directions, {}, {}, (), target.name, target.fingerprint, target.weights, made_by)
+    found = Calibration(
+        directions, model=target.name, fingerprint=target.fingerprint, weights=target.weights, made_by=made_by
+    )
     if measured:
+        others = [batches[n] for n in held_out]
         copied = EvictionErrors()
         with recording(model, layers, copied), torch.no_grad():
             run_body(model, _repeated(text, target.length))
-        errors.add(copied, COPY_WEIGHT * (len(text) - sum(len(batch["input_ids"]) for batch in others)))
+        rows = len(text) - sum(len(batch["input_ids"]) for batch in others)
+        for name in layers:
+            errors.errors[name] += COPY_WEIGHT * rows * copied.errors[name]
         costs = {x: errors.cost(x, directions[x].weighing(model), around[x]) for x in layers}
         short = [{name: x[:, :HELD_OUT_TOKENS] for name, x in batch.items()} for batch in others]
         found = _compared(replace(found, costs=costs), model, target, short, report)

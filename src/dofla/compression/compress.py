@@ -8,7 +8,7 @@ from pathlib import Path
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from dofla.compression.calibrate import measure
+from dofla.compression.calibrate import check_head_budgets, measure
 from dofla.compression.calibration import Calibration
 from dofla.compression.directions import default_cut
 from dofla.compression.head_budgets import LEAST, HeadBudgets
@@ -104,10 +104,11 @@ def compress(
     by_default = calibration is None and windows is None
     if by_default:
         tokenizer = tokenizer or tokenizer_of(model)
-        windows = default_windows(tokenizer, target.length)
     check_fit(target, total, calibration, head_budgets, retrieval_heads, prefill, tokenizer is not None)
     if calibration is None:
-        assert windows is not None
+        if windows is None:
+            assert tokenizer is not None
+            windows = default_windows(tokenizer, target.length)
         ranked = retrieval_heads or (by_default and has_words(tokenizer))
         calibration = measure(
             model,
@@ -175,6 +176,7 @@ def check_fit(
     """DoflaError for a size that is too small, whatever the head budgets turn out to be; or retrieval heads that will
     not be found or have no room."""
     check_prefill(prefill)
+    check_head_budgets(head_budgets)
     sites = target.compressed
     heads = [(site.name, head) for site in sites for head in range(site.kv_heads)]
     ranked = calibration is not None and bool(calibration.retrieval)

@@ -78,29 +78,37 @@ class Directions:
         """KV heads, and sizes of their keys and values."""
         return (*self.key_mean.shape, self.value_mean.shape[1])
 
+    def moments(self) -> tuple[Moments, Moments, Moments]:
+        """Moments of queries, which are kept without their mean, of keys and of values, as of a single token."""
+        means = self.key_mean.double(), self.value_mean.double()
+        squares = [
+            x.whole + m.unsqueeze(-1) * m.unsqueeze(-2) for x, m in zip((self.keys, self.values), means, strict=True)
+        ]
+        asked = Moments(1, torch.zeros_like(means[0]), self.queries.whole)
+        return asked, Moments(1, means[0], squares[0]), Moments(1, means[1], squares[1])
+
     def weighing(self, model: PreTrainedModel) -> Tensor | None:
-        """The quadratic form [Hkv, dv, dv] by which an error in a value counts; None for its square."""
+        """The quadratic form [Hkv, dv, dv] by which an error in a value counts: what it does to the output. None for
+        its square, where there is no output projection, or one that no number of query heads goes into."""
         heads, _, value_dim = self.shape
-        return _weighing(model.get_submodule(self.output), heads, value_dim, model) if self.output else None
+        weight = _matrix(model.get_submodule(self.output), model).double().cpu() if self.output else None  # [D, H · dv]
+        if weight is None or weight.shape[1] % (heads * value_dim):
+            return None
+        per_head = weight.unflatten(1, (heads, -1, value_dim))
+        return torch.einsum("ohgi,ohgj->hij", per_head, per_head)
 
     def calibrate(self, layer: AttachedLayer, model: PreTrainedModel) -> None:
         """Give them to the coders of a compressed layer of ``model``, and to what smooths its keys."""
         heads = layer.compressed
         assert heads is not None
         assert layer.smoothing is not None
-        of_keys, of_values = _moments(self.keys, self.key_mean), _moments(self.values, self.value_mean)
+        asked, of_keys, of_values = self.moments()
         layer.smoothing.calibrate(of_keys)
-        asked = Moments(1, torch.zeros_like(self.key_mean), self.queries.whole)
         queries, keys = layer.smoothing.moments(asked, of_keys)
         weighing = self.weighing(model)
         for tier, own in zip(heads.tiers, heads.layout.heads, strict=True):
             tier.key.calibrate(keys[own], queries.second[own])
             tier.value.calibrate(of_values[own], None if weighing is None else weighing[own])
-
-
-def _moments(covariance: Symmetric, mean: Tensor) -> Moments:
-    mean = mean.double()
-    return Moments(1, mean, covariance.whole + mean.unsqueeze(-1) * mean.unsqueeze(-2))
 
 
 @torch.no_grad()
@@ -162,16 +170,6 @@ def _outputs(model: PreTrainedModel, layers: Collection[str], answered: list[str
                 if isinstance(module, Conv1D) or hasattr(module, "in_features"):
                     stack.callback(module.register_forward_pre_hook(hook(name)).remove)
         yield found
-
-
-def _weighing(output: nn.Module, heads: int, value_dim: int, model: PreTrainedModel) -> Tensor | None:
-    """The quadratic forms [Hkv, dv, dv] that say what an error in a value does to the output; None for an output that
-    no number of query heads goes into."""
-    weight = _matrix(output, model).double().cpu()  # [D, H · dv]
-    if weight.shape[1] % (heads * value_dim):
-        return None
-    per_head = weight.unflatten(1, (heads, -1, value_dim))
-    return torch.einsum("ohgi,ohgj->hij", per_head, per_head)
 
 
 def _matrix(linear: Any, model: PreTrainedModel) -> Tensor:

@@ -73,11 +73,6 @@ class EvictionErrors:
             score[..., :end] += attention.sum((2, 3))
         self.errors[call.name] = self.errors.get(call.name, 0) + total
 
-    def add(self, other: "EvictionErrors", weight: float) -> None:
-        """Add the errors of the same layers on other text, times a weight."""
-        for name, errors in other.errors.items():
-            self.errors[name] = self.errors[name] + weight * errors
-
     def cost(self, name: str, weighing: Tensor | None, stream: Stream) -> list[float]:
         """The cost of eviction in each KV head of a layer; ``weighing`` [Hkv, dv, dv] is the quadratic form by which an
         error in a value counts (default: its square)."""
