@@ -23,6 +23,7 @@ class Call(NamedTuple):
         exact: whether several tokens attend exactly to one another, and those to retain are selected at the end of the
             call (:func:`dofla.attention.prefill.exact_prefill`).
         in_place: whether the state may be overwritten with the one after the call.
+        room: tokens of a sequence that a state is to have room for, in heads that hold every one; None for what it has.
     """
 
     query: Tensor
@@ -33,6 +34,7 @@ class Call(NamedTuple):
     causal: bool = True
     exact: bool = False
     in_place: bool = False
+    room: int | None = None
 
     @property
     def groups(self) -> int:

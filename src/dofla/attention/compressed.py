@@ -14,10 +14,10 @@ from dofla.attention.eight_bits import PackedTokens, rounded
 from dofla.attention.exact import ExactPart, merge, take_sinks
 from dofla.attention.group import HeadGroup
 from dofla.attention.heads import query_heads, write
-from dofla.attention.layout import CompressedState, Contents, HeadSizes, Layout
+from dofla.attention.layout import CompressedState, Contents, HeadSizes, Layout, Layouts
 from dofla.attention.modules import ModuleList
 from dofla.attention.prefill import exact_prefill
-from dofla.attention.state import masked
+from dofla.attention.state import masked, side_by_side
 from dofla.errors import DoflaError
 
 
@@ -30,13 +30,15 @@ class CompressedHeads(HeadGroup[CompressedState]):
         bits: per number in the tier, 1 to 5.
 
     Attributes:
-        layout: of the state.
+        layouts: of states.
+        layout: the smallest of them.
         tiers: of each group of the layout.
     """
 
     def __init__(self, sizes: Sequence[HeadSizes], head_dim: int, value_dim: int, bits: float) -> None:
         super().__init__(range(len(sizes)))
-        self.layout = Layout(sizes, head_dim, value_dim, bits)
+        self.layouts = Layouts(sizes, head_dim, value_dim, bits)
+        self.layout = self.layouts.first
         self.tiers: ModuleList[Tier] = ModuleList(
             Tier(len(heads), head_dim, value_dim, size.newest, size.heavy_hitters, bits)
             for size, heads in zip(self.layout.sizes, self.layout.heads, strict=True)
@@ -48,6 +50,10 @@ class CompressedHeads(HeadGroup[CompressedState]):
         REGISTERED[id(self)] = self
         return id(self)
 
+    def layout_of(self, count: int) -> Layout:
+        """The layout of states of so many bytes."""
+        return self.layouts.of(count) if self.layouts.grow else self.layout
+
     def bytes(self, itemsize: int) -> int:
         return self.layout.bytes
 
@@ -57,6 +63,8 @@ class CompressedHeads(HeadGroup[CompressedState]):
 
     def traceable(self, call: Call, has_state: bool) -> bool:
         tokens = call.query.shape[-2]
+        if self.layouts.grow and call.room is not None:  # a graph cannot change the size of a state
+            return False
         if call.log_weight is not None and has_state and tokens > 1:
             return False
         return call.causal and tokens > 0 and backend_for(call.vectors).traceable(tokens, compressed=True)
@@ -67,7 +75,7 @@ class CompressedHeads(HeadGroup[CompressedState]):
         if not call.causal:
             raise DoflaError("a compressed cache got a call that is not causal: keep the layer softmax (keep_softmax)")
         backend = backend_for(call.vectors, () if call.log_weight is None else (call.log_weight,))
-        before = self.layout.empty(len(call.query), call.query.device) if state is None else state
+        before = self._with_room(call, state)
         if call.exact and call.query.shape[-2] > 1:
             return self._exact_prefill(call, before, state is None, backend)
         return backend.read_compressed(self, call, before) or self._read(call, before, backend)
@@ -76,26 +84,45 @@ class CompressedHeads(HeadGroup[CompressedState]):
         self, call: Call, state: CompressedState, fresh: bool, backend: Backend
     ) -> tuple[Tensor, CompressedState]:
         """An exact call: heads with one local window at once."""
-        out, held = call.new_output(), self.layout.open(state)
-        for window in dict.fromkeys(size[:2] for size in self.layout.sizes):
-            groups = [n for n, size in enumerate(self.layout.sizes) if size[:2] == window]
-            heads = [head for n in groups for head in self.layout.heads[n]]
+        layout = self.layout_of(state.rows.shape[-1])
+        out, held = call.new_output(), layout.open(state)
+        for window in dict.fromkeys(size[:2] for size in layout.sizes):
+            groups = [n for n, size in enumerate(layout.sizes) if size[:2] == window]
+            heads = [head for n in groups for head in layout.heads[n]]
             own = [self.tiers[n] for n in groups], [held[n] for n in groups]
             piece, after = exact_prefill(call.of_heads(heads), *own, fresh, backend)
             write(piece, out, query_heads(heads, call.groups))
             for n, contents in zip(groups, after, strict=True):
                 held[n] = contents
-        return out, self.layout.close(held)
+        return out, layout.close(held)
+
+    def _with_room(self, call: Call, state: CompressedState | None) -> CompressedState:
+        """The state before the call, with room for its tokens."""
+        if state is None:
+            room = call.query.shape[-2] if call.room is None else call.room
+            return self.layouts.with_room(room).empty(len(call.query), call.query.device)
+        short = self.layouts.grow and call.room and state.rows.shape[-1] < self.layouts.with_room(call.room).bytes
+        return self.resized(state, call.room) if short and call.room else state
+
+    def resized(self, state: CompressedState, tokens: int) -> CompressedState:
+        before, after = self.layout_of(state.rows.shape[-1]), self.layouts.with_room(tokens)
+        return state if before is after else before.resized(state, after)
+
+    def joined(self, states: Sequence[CompressedState]) -> CompressedState:
+        own = [self.layout_of(state.rows.shape[-1]) for state in states]
+        most = max(own, key=lambda layout: layout.bytes)
+        return side_by_side([x if at is most else at.resized(x, most) for x, at in zip(states, own, strict=True)])
 
     def _read(self, call: Call, state: CompressedState, backend: Backend) -> tuple[Tensor, CompressedState]:
         """A call in plain torch, group by group."""
         out, after = call.new_output(), []
-        groups = zip(self.layout.heads, self.layout.sizes, self.tiers, self.layout.open(state), strict=True)
+        layout = self.layout_of(state.rows.shape[-1])
+        groups = zip(layout.heads, layout.sizes, self.tiers, layout.open(state), strict=True)
         for heads, size, tier, contents in groups:
             piece, kept = _attend(call.of_heads(heads), size.window, tier, contents, backend)
             write(piece.to(out.dtype), out, query_heads(heads, call.groups))
             after.append(kept)
-        return out, self.layout.close(after)
+        return out, layout.close(after)
 
 
 def _attend(call: Call, window: int, tier: Tier, held: Contents, backend: Backend) -> tuple[Tensor, Contents]:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from dofla.attention.call import Call
-from dofla.attention.state import Tensors
+from dofla.attention.state import Tensors, side_by_side
 
 S = TypeVar("S", bound=Tensors)
 
@@ -39,6 +39,14 @@ class HeadGroup(nn.Module, ABC, Generic[S]):
     @abstractmethod
     def traceable(self, call: Call, has_state: bool) -> bool:
         """True if torch.compile can take such a call into its graph: no shape and no branch depends on numbers."""
+
+    def resized(self, state: S, tokens: int) -> S:
+        """The state with room for so many tokens, where it grows with them."""
+        return state
+
+    def joined(self, states: Sequence[S]) -> S:
+        """States of several sequences as one, in this order."""
+        return side_by_side(states)
 
     @abstractmethod
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:

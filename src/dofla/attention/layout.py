@@ -5,9 +5,12 @@ Triton kernels by the names of :data:`HEAD_NUMBERS`. As separate tensors, a stat
 heads, and passing so many costs a decoded token half as much again as the arithmetic. Plain torch works on views.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -21,6 +24,8 @@ from dofla.attention.rows import Rows
 from dofla.attention.state import Tensors
 
 _T = TypeVar("_T")
+LEAST_SLOTS = 64
+"""Of a tier that grows."""
 
 
 class HeadSizes(NamedTuple):
@@ -30,13 +35,18 @@ class HeadSizes(NamedTuple):
         window: local window: the last ones, in int8.
         sinks: attention sinks: the first ones, in int8.
         newest: of the tier, those that are not evicted as they are the newest.
-        heavy_hitters: of the tier, those of the highest scores.
+        heavy_hitters: of the tier, those of the highest scores; 0 where no token is evicted and the tier grows.
     """
 
     window: int
     sinks: int
     newest: int
     heavy_hitters: int
+
+    @property
+    def grows(self) -> bool:
+        """True if the head holds every token."""
+        return not self.heavy_hitters
 
 
 class Group(NamedTuple):
@@ -47,6 +57,7 @@ class Group(NamedTuple):
     sinks: int
     newest: int
     slots: int  # of the tier
+    grows: int  # 1 if no token is evicted, and so none has a score
     key_dim: int  # numbers of a key
     key_bytes: int  # of its codes
     key_blocks: int  # bytes of its scales
@@ -99,9 +110,9 @@ PARTS: dict[str, Part] = {
 """The parts of a group, in the order of a row. Those of window and sinks are the fields of :class:`PackedTokens`, those
 of the tier the fields of :class:`CodedTokens`."""
 
-HEAD_NUMBERS = (*PARTS, "slots", "head", "first")
-"""The numbers that describe one KV head: where its parts begin in a row; slots of its tier; its index in the layer; and
-1 for the first head of its group, which writes what the heads of a group share."""
+HEAD_NUMBERS = (*PARTS, "slots", "grows", "head", "first")
+"""The numbers that describe one KV head: where its parts begin in a row; slots of its tier; 1 if that grows; its index
+in the layer; and 1 for the first head of its group, which writes what the heads of a group share."""
 
 
 @dataclass(frozen=True)
@@ -127,6 +138,7 @@ class Layout:
         sizes: of each KV head; heads of one size are a group.
         key_dim, value_dim: numbers of a key and of a value, multiples of 8.
         bits: of the tier, per number.
+        capacity: slots of tiers that grow.
 
     Attributes:
         sizes: of each group.
@@ -135,16 +147,18 @@ class Layout:
         bytes: of a row.
     """
 
-    def __init__(self, sizes: Sequence[HeadSizes], key_dim: int, value_dim: int, bits: float) -> None:
+    def __init__(
+        self, sizes: Sequence[HeadSizes], key_dim: int, value_dim: int, bits: float, capacity: int = 0
+    ) -> None:
         self.sizes = list(dict.fromkeys(sizes))
         self.heads = [[head for head, own in enumerate(sizes) if own == size] for size in self.sizes]
         groups = []
         for size, heads in zip(self.sizes, self.heads, strict=True):
-            slots, dims = size.newest + size.heavy_hitters, []
+            slots, dims = capacity if size.grows else size.newest + size.heavy_hitters, []
             for dim in (key_dim, value_dim):
                 blocks = dim // block_size(dim)
                 dims += [dim, token_bytes(dim, bits) - blocks, blocks]
-            groups.append(Group._make((len(heads), size.window, size.sinks, size.newest, slots, *dims, ())))
+            groups.append(Group._make((len(heads), *size[:3], slots, int(size.grows), *dims, ())))
         self._rows = Rows([(part.shape(group), part.dtype) for group in groups for part in PARTS.values()])
         self.bytes = self._rows.bytes
         starts = [tuple(own) for own in self._by_group(self._rows.starts)]
@@ -173,6 +187,11 @@ class Layout:
         tokens = [held for own in contents for held in (own.window, own.sinks, own.tier)]
         return CompressedState(self._rows.joined([part for held in tokens for part in vars(held).values()]))
 
+    def resized(self, state: CompressedState, to: Layout) -> CompressedState:
+        """The same tokens in another layout of the layer, with more free slots or fewer."""
+        groups = zip(self.open(state), to.groups, strict=True)
+        return to.close([replace(own, tier=own.tier.with_slots(group.slots)) for own, group in groups])
+
     def head_numbers(self) -> list[list[int]]:
         """:data:`HEAD_NUMBERS` of each KV head, group by group."""
         found = []
@@ -180,13 +199,50 @@ class Layout:
             for n, head in enumerate(heads):
                 parts = zip(group.starts, PARTS.values(), strict=True)
                 starts = [start + n * part.head_bytes(group) for start, part in parts]
-                found.append([*starts, group.slots, head, int(n == 0)])
+                found.append([*starts, group.slots, group.grows, head, int(n == 0)])
         return found
 
     @staticmethod
     def _by_group(parts: Sequence[_T]) -> list[Sequence[_T]]:
         """Something of all parts, group by group."""
         return [parts[n : n + len(PARTS)] for n in range(0, len(parts), len(PARTS))]
+
+
+class Layouts:
+    """The layouts of a layer, for more and more tokens, where some of its heads grow. Arguments as for :class:`Layout`.
+
+    Attributes:
+        first: the smallest one: the only one where no head grows.
+    """
+
+    def __init__(self, sizes: Sequence[HeadSizes], key_dim: int, value_dim: int, bits: float) -> None:
+        self._make, self.grow = partial(Layout, sizes, key_dim, value_dim, bits), any(size.grows for size in sizes)
+        self._known: dict[int, Layout] = {}  # by slots
+        self._sizes: dict[int, Layout] = {}  # by bytes
+        self.first = self.with_room(0)
+
+    def with_room(self, tokens: int) -> Layout:
+        """The layout for so many tokens."""
+        slots = capacity(tokens) if self.grow else 0
+        if slots not in self._known:
+            self._known[slots] = layout = self._make(slots)
+            self._sizes[layout.bytes] = layout
+        return self._known[slots]
+
+    def of(self, count: int) -> Layout:
+        """The layout of states of so many bytes; ValueError if there is none."""
+        slots = 0
+        while count not in self._sizes and self.grow and self.with_room(slots).bytes < count:
+            slots = capacity(slots + 1)
+        if count not in self._sizes:
+            raise ValueError(f"no state of this layer has {count} bytes")
+        return self._sizes[count]
+
+
+def capacity(tokens: int) -> int:
+    """Slots of a tier that grows, for so many tokens: a quarter more at most, so that it seldom grows."""
+    page = max(LEAST_SLOTS, 2 ** (tokens.bit_length() - 3) if tokens > 3 else 1)
+    return max(-(-tokens // page), 1) * page
 
 
 def layout_header() -> str:

@@ -4,7 +4,8 @@ It holds the tokens that :class:`dofla.attention.CompressedHeads` holds, and att
 their codes; the kernels do the same work many times faster, and are tested against this file. Where a token goes:
 
     new ──► local window ──► attention sinks       the first tokens to leave the window, as long as slots are free
-            (int8)      └──► tier (3 bits) ──► evicted: the token with the lowest score, the newest excepted
+            (int8)      └──► tier (3 bits) ──► evicted: the token with the lowest score, the newest excepted;
+                                               none in a head that grows
 
 A new rule of eviction is a small class, a :class:`Retention`. Try it in a compressed model with
 :func:`dofla.compression.retention.retention`.
@@ -74,7 +75,7 @@ class NaiveCache:
         held = [pair for pair in (self.window, self.sinks, self._decoded()) if pair is not None]
         keys, values = (torch.cat(side, 1) for side in zip(*held, strict=True))
         weights = (self.scaling * query.double() @ keys.mT).softmax(-1)
-        if self.codes is not None:
+        if self.codes is not None and not self.size.grows:
             self.scores = self.retention.decay(self.scores) + self.retention.score(self._tier_weights(query))
             self.scores = self.scores.clamp(max=MOST_SCORE)
         return weights @ values
@@ -95,7 +96,7 @@ class NaiveCache:
         self.codes = entering if self.codes is None else tuple(map(_then, self.codes, entering))  # type: ignore[assignment]
         zero = torch.zeros(len(key), 1)
         self.scores = torch.cat([self.scores, zero], 1) if self.scores.numel() else zero
-        if self.scores.shape[1] > self.size.newest + self.size.heavy_hitters:
+        if not self.size.grows and self.scores.shape[1] > self.size.newest + self.size.heavy_hitters:
             self._evict()
 
     def _evict(self) -> None:

@@ -50,6 +50,11 @@ class LinearCacheLayer(CacheLayerMixin):
         return not torch.compiler.is_compiling()
 
     @property
+    def room(self) -> int | None:
+        """Tokens that states are to have room for, in heads that hold every one; None for what they have."""
+        return int(self.tokens)
+
+    @property
     def bytes(self) -> int:
         """Bytes held, over the whole batch."""
         return sum(state.bytes for state in self.states or [])
@@ -135,12 +140,16 @@ class StaticLinearCacheLayer(LinearCacheLayer):
     """The entry of a static cache. Counts tokens in a tensor, so that one compiled graph serves all of them. On a GPU,
     the state and the count stay at their addresses: CUDA graphs replay kernels that read and update them there."""
 
-    def __init__(self, beside_softmax: bool) -> None:
+    def __init__(self, beside_softmax: bool, length: int) -> None:
         self._rows: Tensor | None = None  # of a compressed cache, at their address
         self._in_rows = False
         self._states: Sequence[Tensors] | None = None
         super().__init__(beside_softmax)
-        self.tokens = torch.tensor(0)
+        self.tokens, self.length = torch.tensor(0), length
+
+    @property
+    def room(self) -> int | None:
+        return None if self.states else self.length  # at their address, and in a graph, they stay as large as they are
 
     @property
     def states(self) -> Sequence[Tensors] | None:  # type: ignore[override]
@@ -230,7 +239,7 @@ def linear_entry(cache: Cache, module: Any) -> LinearCacheLayer:
                 "which is the default"
             )
         if isinstance(entry, StaticLayer):
-            entry = StaticLinearCacheLayer(beside_softmax)
+            entry = StaticLinearCacheLayer(beside_softmax, entry.max_cache_len)
         else:  # one of them says when positions end
             silent = any(isinstance(other, LinearCacheLayer) for other in cache.layers)
             entry = LinearCacheLayer(beside_softmax, None if silent else module.dofla.positions)

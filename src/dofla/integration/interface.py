@@ -73,12 +73,14 @@ def dofla_attention(
     trained = [x for x in tensors if x.requires_grad]
     without_gradients = bool(trained) and (bool(states) or layer.compressed is not None)
     with torch.no_grad() if without_gradients else nullcontext():
+        room = None if dofla_entry is None else dofla_entry.room
         outside = torch.compiler.is_compiling() and not layer.traceable(
-            asked, key, value, weight=weight, states=states, causal=causal
+            asked, key, value, weight=weight, states=states, causal=causal, room=room
         )
         run = _outside_the_graph if outside else _run
         exact = _prefills_exactly(layer, query, dofla_entry)
-        out = run(layer, dofla_entry, asked, key, value, scaling=own_scaling, weight=weight, causal=causal, exact=exact)
+        options = {"scaling": own_scaling, "weight": weight, "causal": causal, "exact": exact, "room": room}
+        out = run(layer, dofla_entry, asked, key, value, **options)
     out = out.transpose(1, 2).contiguous()
     if not without_gradients:
         return out, None

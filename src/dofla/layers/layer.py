@@ -90,6 +90,7 @@ class AttentionLayer(nn.Module):
         causal: bool = True,
         exact: bool = False,
         in_place: bool = False,
+        room: int | None = None,
     ) -> tuple[Tensor, list[Tensors]]:
         """Attention of the new tokens.
 
@@ -102,7 +103,7 @@ class AttentionLayer(nn.Module):
                 tokens are evicted by score, those of any weight above 0 count in full.
             states: one per group, or None at the beginning of a sequence.
             causal: whether queries see only earlier keys (and themselves).
-            exact: see :class:`dofla.attention.Call`; for compressed caches.
+            exact, room: see :class:`dofla.attention.Call`; for compressed caches.
             in_place: whether ``states`` may be overwritten with those after the call.
 
         Returns:
@@ -110,7 +111,7 @@ class AttentionLayer(nn.Module):
         """
         query, key = self.smooth(query, key)
         log_weight = None if weight is None else log_weights(weight)
-        call = Call(query, key, value, scaling, log_weight, causal, exact, in_place)
+        call = Call(query, key, value, scaling, log_weight, causal, exact, in_place, room)
         if len(self.groups) == 1:
             out, after = self.groups[0].step(call, states[0] if states else None)
             return out, [] if after is None else [after]
@@ -121,9 +122,25 @@ class AttentionLayer(nn.Module):
             found += [] if after is None else [after]
         return out, found
 
+    def resized(self, states: Sequence[Tensors], tokens: int) -> list[Tensors]:
+        """States with room for so many tokens, those that grow with them."""
+        return [group.resized(state, tokens) for group, state in zip(self.groups, states, strict=True)]
+
+    def joined(self, states: Sequence[Sequence[Tensors]]) -> list[Tensors]:
+        """The states of several sequences as one, in this order."""
+        return [group.joined(own) for group, own in zip(self.groups, zip(*states, strict=True), strict=True)]
+
     def traceable(
-        self, query: Tensor, key: Tensor, value: Tensor, *, weight: Tensor | None, states: object, causal: bool
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        weight: Tensor | None,
+        states: object,
+        causal: bool,
+        room: int | None,
     ) -> bool:
         """True if torch.compile can take such a call of :meth:`forward` into its graph."""
-        call = Call(query, key, value, 1.0, weight, causal)
+        call = Call(query, key, value, 1.0, weight, causal, room=room)
         return all(group.traceable(call, bool(states)) for group in self.groups)

@@ -117,7 +117,7 @@ class CompressedLayer(LayerPlan):
     @property
     def sizes(self) -> list[HeadSizes]:
         """The sizes of each KV head."""
-        least = {"window": 1, "sinks": 0, "newest": 1, "heavy_hitters": 1}
+        least = {"window": 1, "sinks": 0, "newest": 1, "heavy_hitters": 0}
         return [HeadSizes(*own) for own in zip(*(self._per_head(*each) for each in least.items()), strict=True)]
 
     @property

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from transformers import Cache, DynamicCache
 from transformers.utils import ModelOutput
 
-from dofla.attention import side_by_side
 from dofla.errors import DoflaError
 from dofla.integration.cache import CACHE_ARGUMENT, LinearCacheLayer
 from dofla.integration.converted import Converted
@@ -52,7 +51,8 @@ class ContinuousBatching:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        own = Converted.of(writing(model)).model
+        converted = Converted.of(writing(model))
+        own, self._layers = converted.model, list(converted.layers.values())
         rope = getattr(own.config.get_text_config(), "rope_parameters", None) or {}
         self._joins, self._config, self._forward = rope.get("rope_type") not in _BY_LENGTH, own.config, own.forward
         self._passes = ThreadPoolExecutor(max_workers=1, thread_name_prefix="dofla-passes")
@@ -140,7 +140,7 @@ class ContinuousBatching:
         caches = [step.cache for step in steps]
         if self._caches != caches:
             self._settle()
-            self._caches, self._joined = caches, _joined(caches, self._config) if len(caches) > 1 else caches[0]
+            self._caches, self._joined = caches, self._join(caches) if len(caches) > 1 else caches[0]
         options = {name: torch.cat([getattr(x, name) for x in steps]) for name in ("input_ids", "position_ids")}
         out = self._forward(**{CACHE_ARGUMENT: self._joined}, **options, **dict(steps[0].kind))
         if len(steps) == 1:
@@ -151,11 +151,23 @@ class ContinuousBatching:
         rows = [{name: x[n : n + 1] for name, x in out.items() if isinstance(x, Tensor)} for n in range(self.rows)]
         return [type(out)(**row, **{CACHE_ARGUMENT: cache}) for row, cache in zip(rows, caches, strict=True)]
 
+    def _join(self, caches: list[DynamicCache]) -> DynamicCache:
+        """Caches of calls as one, as long as the same calls go on together; their own hold the states of before."""
+        joined = DynamicCache(config=self._config)
+        joined.layers = []
+        for layer, entries in zip(self._layers, zip(*map(_states, caches), strict=True), strict=True):
+            entry = LinearCacheLayer(beside_softmax=False)
+            entry.states = layer.joined([own.states or () for own in entries])
+            entry.tokens, entry.is_initialized = max(own.tokens for own in entries), True
+            joined.layers.append(entry)
+        return joined
+
     def _settle(self) -> None:
         """Each call has its own state again: a copy, so that none keeps those of all."""
         for n, cache in enumerate(self._caches if len(self._caches) > 1 else ()):
-            for entry, joined in zip(_states(cache), _states(self._joined), strict=True):
-                entry.states = [state.map(lambda t, n=n: t[n : n + 1].clone()) for state in joined.states or ()]  # type: ignore[misc]
+            for layer, entry, joined in zip(self._layers, _states(cache), _states(self._joined), strict=True):
+                states = [state.map(lambda t, n=n: t[n : n + 1].clone()) for state in joined.states or ()]  # type: ignore[misc]
+                entry.states = layer.resized(states, int(entry.tokens))
         self._caches = []
 
 
@@ -168,18 +180,6 @@ class _Step:
     cache: DynamicCache
     kind: tuple[tuple[str, Hashable], ...]
     answer: Future = field(default_factory=Future)
-
-
-def _joined(caches: list[DynamicCache], config: Any) -> DynamicCache:
-    """Caches of several calls as one, as long as the same calls go on together; their own hold the states of before."""
-    joined = DynamicCache(config=config)
-    joined.layers = []
-    for entries in zip(*map(_states, caches), strict=True):
-        entry = LinearCacheLayer(beside_softmax=False)
-        entry.states = [side_by_side(states) for states in zip(*(own.states for own in entries), strict=True)]
-        entry.tokens, entry.is_initialized = max(own.tokens for own in entries), True
-        joined.layers.append(entry)
-    return joined
 
 
 def _states(cache: Cache) -> list[LinearCacheLayer]:

@@ -21,17 +21,17 @@ class Tier(nn.Module):
         head_dim, value_dim: sizes of their keys and values, multiples of 8.
         newest: slots for the newest tokens, which are not evicted.
         heavy_hitters: slots beyond those, for the tokens of the highest scores
-            (:mod:`dofla.attention.coding.heavy_hitters`).
+            (:mod:`dofla.attention.coding.heavy_hitters`); 0 for a tier that grows, where no token needs a score.
         bits: per number of keys and values, 1 to 5.
 
     Attributes:
         key, value: the coders.
-        slots: of all tokens.
+        grows: whether it holds every token.
     """
 
     def __init__(self, heads: int, head_dim: int, value_dim: int, newest: int, heavy_hitters: int, bits: float) -> None:
         super().__init__()
-        self.newest, self.slots = newest, newest + heavy_hitters
+        self.newest, self.grows = newest, not heavy_hitters
         self.key, self.value = Coder(heads, head_dim, bits), Coder(heads, value_dim, bits)
 
     def reset(self) -> None:
@@ -64,11 +64,12 @@ class Tier(nn.Module):
         """
         rotated, query_integers = operations.rotate_queries(self.key, query)
         outputs, new = [], self.encode(entering, operations)
+        asked = torch.zeros_like(real) if self.grows else real
         for start in range(0, len(new), _PIECE):
             part = slice(start, start + _PIECE)
             line = held.then(new[part])
             held, evicted_at = operations.select_survivors(
-                self.key, query_integers(part), real[:, part], line, self.newest, scaling
+                self.key, query_integers(part), asked[:, part], line, self.newest, scaling
             )
             outputs.append(operations.attend(self.key, self.value, rotated[:, :, part], line, evicted_at, scaling))
         out, normalizer = (torch.cat(parts, 2) for parts in zip(*outputs, strict=True))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from dofla.attention.constants import FREE, LOG_ZERO
@@ -36,6 +37,12 @@ class CodedTokens(Tensors):
     def then(self, later: CodedTokens) -> CodedTokens:
         """These tokens followed by ``later``."""
         return CodedTokens(*(torch.cat([getattr(x, field.name) for x in (self, later)], 2) for field in fields(self)))
+
+    def with_slots(self, slots: int) -> CodedTokens:
+        """The last so many, or these behind free slots."""
+        free = slots - len(self)
+        coded = (F.pad(getattr(self, name), (0, 0, free, 0)) for name in ("key", "key_scale", "value", "value_scale"))
+        return CodedTokens(*coded, F.pad(self.score, (free, 0), value=FREE))
 
     def take(self, index: Tensor) -> CodedTokens:
         """The tokens at ``index`` [B, Hkv, m]."""

@@ -37,14 +37,14 @@ class Compiled(Backend):
             return None
         # As `.default`, which torch finds sooner.
         out, rows = torch.ops.dofla.read_compressed.default(
-            *call.vectors, call.log_weight, state.rows, *_of_layer(heads, call)
+            *call.vectors, call.log_weight, state.rows, *_of_layer(heads, call, state.rows)
         )
         return out, CompressedState(rows)
 
     def read_pages(
         self, heads: Compressed, call: Call, pool: Tensor, pages: Tensor, starts: list[int]
     ) -> Tensor | None:
-        return torch.ops.dofla.read_pages.default(*call.vectors, pool, pages, starts, *_of_layer(heads, call))
+        return torch.ops.dofla.read_pages.default(*call.vectors, pool, pages, starts, *_of_layer(heads, call, pool))
 
     def encode(self, coders: Sequence[Coder], vectors: Sequence[Tensor]) -> list[Codes]:
         if not compiled.usable(vectors, (), DTYPES):
@@ -82,13 +82,13 @@ class Compiled(Backend):
         return out, after
 
 
-def _of_layer(heads: Compressed, call: Call) -> tuple[Any, ...]:
+def _of_layer(heads: Compressed, call: Call, states: Tensor) -> tuple[Any, ...]:
     """The arguments of operators for a layer: constants of its coders of keys and of values, tables, scaling of scores,
-    its heads by group, and the groups' numbers."""
+    its heads by group, and the groups' numbers in these states."""
     # As an attribute it takes ten times as long to find.
     sides = ([tier.key for tier in heads.tiers], [tier.value for tier in heads.tiers])
     keys, values = ([coder._buffers["constants"] for coder in side] for side in sides)
-    return keys, values, TABLES, call.scaling, heads.layout.order, heads.layout.numbers
+    return keys, values, TABLES, call.scaling, heads.layout.order, heads.layout_of(states.shape[-1]).numbers
 
 
 def _usable(vectors: list[Tensor], others: list[Tensor], state: FeatureState, exact: ExactPart | None) -> bool:

@@ -74,7 +74,7 @@ class Decoder {
   // The scores of the tier's tokens after the queries.
   void draw(std::int64_t n, std::int64_t h) {
     const Tokens& after = group_.tier_after;
-    if (group_.real(n, 0)) {
+    if (group_.scored(n, 0)) {
       for (std::int64_t g = 0; g < group_.groups; ++g) drawing_.take(g, &queries_[g * group_.keys.dim]);
       const std::int64_t start = hidden_;
       drawing_.measure(after, n, h, group_.groups, after.count - start, [&](std::int64_t t) { return start + t; });

@@ -66,6 +66,9 @@ struct Group {
     return line[n * (window.count + length) + window.count + i] > kLogZero;
   }
 
+  // Whether it changes the scores of the tier.
+  bool scored(std::int64_t n, std::int64_t i) const { return !numbers.grows && real(n, i); }
+
  private:
   void lay_out() {
     const GroupNumbers& g = numbers;

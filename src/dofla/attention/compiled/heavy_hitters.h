@@ -210,12 +210,14 @@ inline void select_survivors(const Group& group, const Tokens& line, std::int64_
       }
     }
     const std::int64_t start = free_places(score.data(), count);  // nobody sees what is free
-    drawing.measure(line, n, h, rows * group.groups, count + rows - start, [&](std::int64_t t) { return place[start + t]; });
+    if (!group.numbers.grows) {
+      drawing.measure(line, n, h, rows * group.groups, count + rows - start, [&](std::int64_t t) { return place[start + t]; });
+    }
     for (std::int64_t i = 0; i < rows; ++i) {
       const std::int64_t leaves = least(score.data(), count + i + 1 - group.numbers.newest);
       until[place[leaves]] = first + i;
       score[leaves] = kEvicted;
-      if (group.real(n, first + i)) drawing.draw(i * group.groups, count + i + 1 - start, &score[start]);
+      if (group.scored(n, first + i)) drawing.draw(i * group.groups, count + i + 1 - start, &score[start]);
     }
     for (std::int64_t t = 0, next = 0; t < count + rows; ++t) {
       if (score[t] == kEvicted) continue;

@@ -34,7 +34,7 @@ class Triton(Backend):
         rows = state.rows if call.in_place else state.rows.clone()
         if torch.compiler.is_compiling():
             known = heads.register()
-            prepare(known, call.scaling, call.query.device)
+            prepare(known, call.scaling, call.query.device, rows.shape[-1])
             out = decode_token(*call.vectors, call.log_weight, rows, known, call.scaling)
         else:
             out = decode(heads, call, rows)

@@ -19,25 +19,26 @@ if TYPE_CHECKING:
 _DECODERS: WeakKeyDictionary[Layout, list[Decoder]] = WeakKeyDictionary()
 
 
-def decoders_of(heads: Compressed) -> list[Decoder]:
-    """The decoders of a layer, one for the groups with one local window; made once, since a decoded token is little
-    else than what is looked up here."""
-    if heads.layout not in _DECODERS:
+def decoders_of(heads: Compressed, layout: Layout) -> list[Decoder]:
+    """The decoders of a layer, one for the groups with one local window; made once for each layout, since a decoded
+    token is little else than what is looked up here."""
+    if layout not in _DECODERS:
         from dofla.attention.gpu.token import Decoder, alike
 
         groups: dict[object, list[int]] = {}
-        for n, group in enumerate(heads.layout.groups):
+        for n, group in enumerate(layout.groups):
             groups.setdefault(alike(group), []).append(n)
-        _DECODERS[heads.layout] = [Decoder(heads, own) for own in groups.values()]
-    return _DECODERS[heads.layout]
+        _DECODERS[layout] = [Decoder(heads, layout, own) for own in groups.values()]
+    return _DECODERS[layout]
 
 
 @torch.compiler.assume_constant_result
-def prepare(known: int, scaling: float, device: torch.device) -> None:
-    """Make what :func:`decode_token` looks up, for heads by their id, while a graph is traced. A tensor that is made
+def prepare(known: int, scaling: float, device: torch.device, count: int) -> None:
+    """Make what :func:`decode_token` looks up, for heads by their id and states of so many bytes, while a graph is traced. A tensor that is made
     while a CUDA graph is recorded lies in memory of the graph."""
     weight_steps(scaling, device)
-    for decoder in decoders_of(REGISTERED[known]):
+    heads = REGISTERED[known]
+    for decoder in decoders_of(heads, heads.layout_of(count)):
         decoder.constants(device)
 
 
@@ -52,7 +53,7 @@ def decode(heads: Compressed, call: Call, rows: Tensor, pages: Tensor | None = N
     """Attention of one token of each sequence [B, H, 1, dv]. The states, which are updated in place, are rows
     [B, bytes]; or the sequences' ``pages`` [B] of a pool of such rows."""
     out = call.new_output()
-    for decoder in decoders_of(heads):
+    for decoder in decoders_of(heads, heads.layout_of(rows.shape[-1])):
         decoder(call, rows, out, pages)
     return out
 

@@ -10,7 +10,7 @@ from dofla.attention.layout import HEAD_NUMBERS
 
 WINDOW, SINKS, TIER = (tl.constexpr(HEAD_NUMBERS.index(name)) for name in ("window_key", "sink_key", "tier_key"))
 """The first of five parts: keys and what scales them, values and what scales those, and log-weights or scores."""
-SLOTS, HEAD, FIRST = (tl.constexpr(HEAD_NUMBERS.index(name)) for name in ("slots", "head", "first"))
+SLOTS, GROWS, HEAD, FIRST = (tl.constexpr(HEAD_NUMBERS.index(name)) for name in ("slots", "grows", "head", "first"))
 _COUNT = tl.constexpr(len(HEAD_NUMBERS))
 NOTHING = tl.constexpr(LOG_ZERO)
 _FREE = tl.constexpr(FREE)

@@ -20,7 +20,7 @@ from dofla.attention.gpu.encode import WAYS
 from dofla.attention.gpu.token_attend import attend_and_update
 from dofla.attention.gpu.token_encode import encode_and_rotate
 from dofla.attention.heads import on_device
-from dofla.attention.layout import Group
+from dofla.attention.layout import Group, Layout
 from dofla.attention.rows import Rows
 
 TILE = 32
@@ -66,9 +66,8 @@ def alike(group: Group) -> tuple[int, ...]:
 class Decoder:
     """Attention of new tokens of some groups of KV heads of a layer, which are :func:`alike`, one by one."""
 
-    def __init__(self, heads: Compressed, groups: Sequence[int]) -> None:
+    def __init__(self, heads: Compressed, layout: Layout, groups: Sequence[int]) -> None:
         # No heads are held: decoders go with them (operators.py).
-        layout = heads.layout
         first = layout.groups[groups[0]]
         self.window, self.sinks, self.newest = first.window, first.sinks, first.newest
         tiers = [heads.tiers[n] for n in groups]

@@ -11,6 +11,7 @@ from dofla.attention.gpu.decode import LEAST, keys_of, starts_of, units_of, valu
 from dofla.attention.gpu.heavy_hitters import drawn_by, lowest, weight_step
 from dofla.attention.gpu.numbers import at, power_of_two
 from dofla.attention.gpu.rows import (
+    GROWS,
     HEAD,
     NOTHING,
     SINKS,
@@ -137,7 +138,8 @@ def attend_and_update(
             there = (lane <= slots) & (lane != evicted)
             g = tl.arange(0, triton.next_power_of_2(GROUPS))
             steps = at(scratch, SHAPE.steps, tl.float32) + g[:, None] * (SHAPE.places + 1) + lane[None, :]
-            score = drawn_by(steps, g < GROUPS, score, there & (score >= 0), attention_weights)
+            if number(own, GROWS) == 0:
+                score = drawn_by(steps, g < GROUPS, score, there & (score >= 0), attention_weights)
             after = tier_scores(state, own) + lane - (lane > evicted).to(tl.int32)
             tl.debug_barrier()  # all have loaded what others overwrite
             tl.store(after, score.to(tl.int16), mask=there)
