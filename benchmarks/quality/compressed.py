@@ -57,7 +57,7 @@ def window_alone(size: str | int, _: int | None) -> Make:
         layers = []
         for layer in compressed_plan(Target.of(model), parse_size(size)).compressed:
             shape = layer.name, layer.kv_heads, layer.head_dim, layer.value_dim
-            held = layer.state_bytes(model.dtype.itemsize) // layer.kv_heads
+            held = layer.cache_bytes(0, model.dtype.itemsize) // layer.kv_heads
             window = held // (layer.head_dim + layer.value_dim + 2) - layer.sinks
             layers.append(FeatureLayer(*shape, 0, window, layer.sinks, "none", "int8"))
         return dofla.linear.linearize(model, dofla.linear.Plan(layers))

@@ -3,6 +3,7 @@
 import math
 from dataclasses import fields
 
+import pytest
 import torch
 from compressed_heads import HEADS
 from hypothesis import given, settings
@@ -11,9 +12,11 @@ from hypothesis import strategies as st
 from dofla.attention import CompressedHeads, Layout, tier_bytes
 from dofla.attention.compiled import build
 from dofla.attention.constants import ALIGNMENT, FREE, LOG_ZERO
-from dofla.attention.layout import HEAD_NUMBERS, PARTS, Contents, Group, layout_header
+from dofla.attention.layout import HEAD_NUMBERS, PARTS, Contents, Group, capacity, layout_header
 from dofla.attention.rows import Rows
 
+SLOTS = 20
+"""Of tiers that grow."""
 DTYPES = [torch.uint8, torch.int8, torch.int16, torch.float32, torch.float64]
 PARTS_OF_ROWS = st.lists(
     st.tuples(st.lists(st.integers(1, 5), min_size=1, max_size=3), st.sampled_from(DTYPES)), min_size=1
@@ -55,7 +58,7 @@ def test_what_is_done_to_rows_is_done_to_all_parts(seed, parts):
 
 
 def layout_of(shape):
-    return Layout(shape["sizes"], shape["head_dim"], shape["value_dim"], shape["bits"])
+    return Layout(shape["sizes"], shape["head_dim"], shape["value_dim"], shape["bits"], SLOTS)
 
 
 def tensors(contents: list[Contents]) -> list[torch.Tensor]:
@@ -100,16 +103,30 @@ def test_every_sequence_begins_with_nothing(shape):
 def test_a_row_takes_the_bytes_of_its_tokens(shape):
     """A byte per number of a token in int8, and two exponents; in the tier, its bits, scales and a score."""
     layout, dims = layout_of(shape), (shape["head_dim"], shape["value_dim"])
-    heads = CompressedHeads(shape["sizes"], *dims, shape["bits"])
     of_tokens = sum(
         (size.window + size.sinks) * (sum(dims) + 2)
-        + (size.newest + size.heavy_hitters) * tier_bytes(*dims, shape["bits"])
+        + (SLOTS if size.grows else size.newest + size.heavy_hitters) * tier_bytes(*dims, shape["bits"])
         for size in shape["sizes"]
     )
     shared = sum(4 * (size.window + size.sinks) for size in layout.sizes)  # log-weights
     padding = layout.bytes - of_tokens - shared
     assert 0 <= padding < ALIGNMENT * len(PARTS) * len(layout.groups)
-    assert heads.bytes(2) == heads.layout.bytes == layout.bytes
+    layouts = CompressedHeads(shape["sizes"], *dims, shape["bits"]).layouts
+    assert layouts.grow == any(size.grows for size in shape["sizes"])
+    for tokens in (0, 64, 65, 5000):
+        found = layouts.with_room(tokens)
+        assert layouts.with_room(tokens) is layouts.of(found.bytes) is found
+    assert (layouts.first is found) == (not layouts.grow)
+    with pytest.raises(ValueError, match="no state of this layer"):
+        layouts.of(found.bytes + 1)
+
+
+@given(tokens=st.integers(1, 10**6))
+def test_capacity_is_little_more_than_the_tokens_and_seldom_changes(tokens):
+    slots = capacity(tokens)
+    assert tokens <= slots <= max(1.25 * tokens, tokens + 63)
+    assert capacity(slots) == slots
+    assert len({capacity(tokens + n) for n in range(60)}) <= 2
 
 
 @settings(max_examples=60, deadline=None)

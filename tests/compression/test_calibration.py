@@ -28,7 +28,10 @@ def calibration(tiny, windows):
 
 
 def same(one: Calibration, other: Calibration) -> bool:
-    plain = [dataclasses.asdict(x) | {"directions": None, "retrieval": list(x.retrieval)} for x in (one, other)]
+    plain = [
+        dataclasses.asdict(x) | {"directions": None, "retrieval": [*x.retrieval], "attention": [*x.attention]}
+        for x in (one, other)
+    ]
     tensors = [dict(part for own in x.directions.values() for part in _parts(own)) for x in (one, other)]
     return plain[0] == plain[1] and all(torch.equal(x, tensors[1][name]) for name, x in tensors[0].items())
 

@@ -3,10 +3,10 @@
 import math
 
 import pytest
-from hypothesis import assume, given
+from hypothesis import given
 from hypothesis import strategies as st
 
-from dofla.compression.head_budgets import LEAST, MAX_FULL_FRACTION, MOST, RUNG, HeadBudgets, divide
+from dofla.compression.head_budgets import LEAST, MOST, RUNG, HeadBudgets, divide
 from dofla.errors import DoflaError
 from dofla.plans.plan import held_out_line
 
@@ -49,48 +49,23 @@ def test_what_gains_nothing_by_more_is_given_least(cost):
     assert found[0] == min(found) < max(found[1:])
 
 
-@given(LAYERS, st.floats(0.2, 3), st.floats(0.2, 3))
-def test_nobody_gets_more_than_can_be_filled_and_the_others_share_the_rest(layers, most, of_first):
+@given(LAYERS, st.floats(0.2, 3), st.floats(0.2, 3), st.data())
+def test_nobody_gets_more_than_can_be_filled_and_the_others_share_the_rest(layers, most, of_first, data):
     sizes, costs = dict(enumerate(size for _, size in layers)), dict(enumerate(own for own, _ in layers))
-    before, bounds = HeadBudgets(divide(sizes, costs)), {name: most if name else of_first for name in sizes}
-    found, total = before.at_most(bounds, sizes), sum(size * len(costs[name]) for name, size in sizes.items())
-    beyond = max(total / sum(bounds[name] * size * len(costs[name]) for name, size in sizes.items()), 1)
-    bounds = {name: beyond * bound for name, bound in bounds.items()}  # or all get as much more
-    heads = [(name, n) for name, own in before.shares.items() for n in range(len(own))]
-    assert all(found.shares[name][n] <= bounds[name] * (1 + 1e-9) for name, n in heads)
-    assert sum(found.shares[name][n] * sizes[name] for name, n in heads) == pytest.approx(total)
-    below = [(name, n) for name, n in heads if found.shares[name][n] < bounds[name] * (1 - 1e-9)]
-    more = [found.shares[name][n] / before.shares[name][n] for name, n in below]
-    assert max(more, default=1) == pytest.approx(min(more, default=1))  # in proportion to what they have
-
-
-@given(LAYERS, st.floats(0.2, 3), st.data())
-def test_whole_heads_have_the_most_and_the_others_share_the_rest(layers, most, data):
-    sizes, costs = dict(enumerate(size for _, size in layers)), dict(enumerate(own for own, _ in layers))
-    heads, bounds = [(name, n) for name, own in costs.items() for n in range(len(own))], dict.fromkeys(sizes, most)
-    chosen = data.draw(st.sets(st.sampled_from(heads)))
-    full_heads = {name: [n for place, n in sorted(chosen) if place == name] for name, _ in sorted(chosen)}
-    total = sum(sizes[name] for name, _ in heads)
-    before = HeadBudgets(divide(sizes, costs), full_heads=full_heads)
-    taken = sum(most * sizes[name] for name, _ in chosen) / total
-    assume(abs(taken / MAX_FULL_FRACTION - 1) < 1e-12 or abs(taken / MAX_FULL_FRACTION - 1) > 1e-6)
-    if taken > MAX_FULL_FRACTION * (1 + 1e-6):
-        with pytest.raises(DoflaError, match=f"{len(chosen)} retrieval heads would take"):
-            before.at_most(bounds, sizes)
+    heads, counts = [(x, n) for x, own in costs.items() for n in range(len(own))], {x: len(costs[x]) for x in costs}
+    grow = data.draw(st.sets(st.sampled_from(heads)))
+    shares, growing = divide(sizes, costs), {x: [n for name, n in sorted(grow) if name == x] for x in sizes}
+    bounds, total = {name: sizes[name] * (most if name else of_first) for name in sizes}, sum(sizes.values())
+    found = HeadBudgets(shares, growing).divided(total, counts, sizes, bounds)
+    assert all(found[name][n] == 0 for name, n in grow)
+    if not (rest := [head for head in heads if head not in grow]):
         return
-    found, beyond = before.at_most(bounds, sizes), max(1 / most, 1)  # all get as much more if nobody can fill the rest
-    assert sum(found.shares[name][n] * sizes[name] for name, n in heads) == pytest.approx(total)
-    assert all(found.shares[name][n] == pytest.approx(beyond * most) for name, n in chosen)
-    rest = [(name, n) for name, n in heads if (name, n) not in chosen]
-    assert all(0 < found.shares[name][n] <= beyond * most * (1 + 1e-9) for name, n in rest)
-    below = [(name, n) for name, n in rest if found.shares[name][n] < beyond * most * (1 - 1e-9)]
-    more = [found.shares[name][n] / before.shares[name][n] for name, n in below]
-    assert max(more, default=1) == pytest.approx(min(more, default=1))
-
-
-def test_shares_that_all_can_fill_stay_as_they_are():
-    head_budgets = HeadBudgets({"a": [1.5, 1 / 3], "left alone": [9.0], "b": [0.7]})
-    assert head_budgets.at_most({"a": 1.5, "b": 1.0}, {"a": 100, "b": 300}) == head_budgets
+    beyond = max(total / sum(bounds[name] for name, _ in rest), 1)  # or all get as much more
+    assert all(found[name][n] <= beyond * bounds[name] * (1 + 1e-9) for name, n in rest)
+    assert sum(found[name][n] for name, n in rest) == pytest.approx(total)
+    below = [(name, n) for name, n in rest if found[name][n] < beyond * bounds[name] * (1 - 1e-9)]
+    more = [found[name][n] / (shares[name][n] * sizes[name]) for name, n in below]
+    assert max(more, default=1) == pytest.approx(min(more, default=1))  # in proportion to what they have
 
 
 def test_what_a_plan_says_of_them():
@@ -106,7 +81,8 @@ def test_what_a_plan_says_of_them():
 
 
 def test_layers_that_were_not_measured_get_an_even_split_and_others_are_refused():
-    head_budgets = HeadBudgets({"a": [1.5, 1 / 3]})
-    assert [head_budgets.of_layer(name, 2) for name in ("a", "b")] == [[1.5, 1 / 3], [1.0, 1.0]]
+    head_budgets, sizes = HeadBudgets({"a": [1.5, 0.5]}), {"a": 100.0, "b": 300.0}
+    found = head_budgets.divided(800, {"a": 2, "b": 2}, sizes, {"a": math.inf, "b": 500})
+    assert found == {"a": [150, 50], "b": [300, 300]}
     with pytest.raises(DoflaError, match="layer a has 3 KV heads, and was calibrated with 2: calibrate again"):
-        head_budgets.of_layer("a", 3)
+        head_budgets.divided(800, {"a": 3}, sizes, sizes)

@@ -143,11 +143,3 @@ def test_heads_of_one_size_are_one_group():
     first, last = layer.maps[0].z  # drawn independently, as are those of another group
     assert not torch.equal(first, last)
     assert not torch.equal(first[:3], layer.maps[1].z[0])
-
-
-@pytest.mark.parametrize("token_dtype", ["model", "int8"])
-@pytest.mark.parametrize("itemsize", [2, 4])
-def test_bytes_are_those_of_the_plan(token_dtype, itemsize):
-    sizes = [7, 3], [4, 0], [1, 2]
-    plan = FeatureLayer("a", 2, HEAD_DIM, VALUE_DIM, *sizes, token_dtype=token_dtype)
-    assert layer_of(plan).bytes(itemsize) == plan.state_bytes(itemsize)

@@ -97,7 +97,7 @@ def test_the_plan_is_a_few_lines(tmp_path):
         f"- Feature map: {layer.feature_map}.",
     ]
     assert len(lines) <= 4
-    held = plan.state_bytes() + plan.kept_softmax_bytes(1024)
+    held = plan.cache_bytes(1024)
     before = plan.softmax_bytes(1024)
     assert f"The cache takes {held / 1024:.1f} KiB per sequence" in text
     assert factor(before, held) in text

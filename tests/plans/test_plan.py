@@ -1,6 +1,7 @@
 """The plan's bytes are the bytes that generation holds, and a plan survives a person's editor."""
 
 import json
+import math
 
 import pytest
 import torch
@@ -58,24 +59,24 @@ def test_layers_kept_softmax_cost_what_their_cache_costs_and_so_does_the_teacher
     dofla.linear.linearize(model, keep_softmax(plan, 1))
     cache = generated_cache(model, tiny.tokens(1, 7), 5)
     length = cache.layers[1].get_seq_length()
-    assert cache_bytes(cache) == plan.state_bytes() + plan.kept_softmax_bytes(length)
-    assert plan.state_bytes() == plan.layers[0].state_bytes(FLOAT)
+    assert cache_bytes(cache) == plan.cache_bytes(length)
+    assert plan.state_bytes() == plan.layers[0].cache_bytes(length, FLOAT)
 
 
 def test_bytes_of_layers_by_hand():
     layer = FeatureLayer("a", kv_heads=2, head_dim=6, value_dim=4, features=[3, 5], window=7, sinks=2)
     assert layer.features_per_head == [3, 5]
     assert layer.sizes == [(3, 7, 2), (5, 7, 2)]
-    assert layer.state_bytes(4) == 8 * 6 * 4 + 18 * 10 * 4
+    assert layer.cache_bytes(9, 4) == 8 * 6 * 4 + 18 * 10 * 4
     plan = Plan([layer, SoftmaxLayer("b", 2, 6, 4)])
     assert plan.state_bytes() == (48 + 180) * 4
     assert plan.state_bytes(torch.bfloat16) == 48 * 4 + 180 * 2
     assert plan.softmax_bytes(10) == 2 * 10 * 2 * (6 + 4) * 4
-    assert plan.kept_softmax_bytes(10, torch.float16) == 10 * 2 * (6 + 4) * 2
+    assert plan.cache_bytes(10, torch.float16) == plan.state_bytes(torch.float16) + 10 * 2 * (6 + 4) * 2
     # Of a token in int8, a byte a number and one for each power of two, whatever the model's dtype.
     ragged = FeatureLayer("a", 2, 6, 4, features=3, window=[7, 1], sinks=[0, 2], token_dtype="int8")
     assert ragged.sizes == [(3, 7, 0), (3, 1, 2)]
-    assert ragged.state_bytes(4) == ragged.state_bytes(2) == 2 * 3 * 6 * 4 + (7 + 3) * (6 + 4 + 2)
+    assert ragged.cache_bytes(9, 4) == ragged.cache_bytes(9, 2) == 2 * 3 * 6 * 4 + (7 + 3) * (6 + 4 + 2)
     alone = FeatureLayer("a", 2, 8, 8, window=[3, 0], sinks=[0, 1], feature_map="none")
     assert alone.sizes == [(0, 3, 0), (0, 0, 1)]
 
@@ -86,7 +87,11 @@ def test_bytes_of_a_compressed_layer_by_hand(bits, token):
     score."""
     layer = CompressedLayer("a", 2, 32, 64, window=2, sinks=1, newest=[7, 5], heavy_hitters=[9, 1], bits=bits)
     assert layer.slots == [19, 9]
-    assert layer.state_bytes(4) == layer.state_bytes(2) == 2 * 3 * 98 + (16 + 6) * token
+    assert layer.cache_bytes(9, 4) == layer.cache_bytes(9, 2) == 2 * 3 * 98 + (16 + 6) * token
+    grows = CompressedLayer("a", 2, 32, 64, window=2, sinks=1, newest=[7, 1], heavy_hitters=[9, 0], bits=bits)
+    assert grows.slots == [19, math.inf]
+    assert grows.ranges[f"{bits:g}-bit"] == "16-all"
+    assert [grows.cache_bytes(n, 4) - 2 * 3 * 98 for n in (0, 3, 13)] == [16 * token, 16 * token, (16 + 10) * token]
 
 
 @st.composite
@@ -201,7 +206,7 @@ def test_a_field_that_is_off_is_one_line_naming_file_layer_and_field(tmp_path, e
     ("edit", "message"),
     [
         ({"window": 0}, "window is 0: every KV head needs an integer, 1 or more"),
-        ({"heavy_hitters": [3, 0]}, r"heavy_hitters is \[3, 0\]"),
+        ({"heavy_hitters": [3, -1]}, r"heavy_hitters is \[3, -1\]"),
         ({"heavy_hitters": [3]}, "heavy_hitters has 1 numbers for 2 KV heads"),
         ({"sinks": -1}, "sinks is -1"),
         ({"bits": 0.5}, "bits is 0.5: give 1 to 5"),

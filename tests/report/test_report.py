@@ -144,7 +144,7 @@ def test_the_context_from_which_on_the_cache_is_smaller(features, window, length
     smaller_from = ModelRecord("model", None, 0, plan, [evaluation]).smaller_from
 
     def smaller(tokens):
-        return plan.state_bytes() + plan.kept_softmax_bytes(tokens) < plan.softmax_bytes(tokens)
+        return plan.cache_bytes(tokens) < plan.softmax_bytes(tokens)
 
     if kept == 2:
         assert smaller_from is None

@@ -12,6 +12,7 @@ from dofla.compression.directions import LENGTH, WINDOWS
 from dofla.compression.retrieval import FAR
 from dofla.errors import DoflaError
 from dofla.integration.converted import Converted
+from dofla.plans.plan import LENGTHS
 from dofla.runs.calibration import calibration_operations
 from dofla.runs.check import Check
 from dofla.runs.demo import model_path
@@ -46,7 +47,7 @@ def test_bytes_are_those_of_the_caches(tiny):
     model = tiny.llama()
     sizes = [4_000, 10_240]
     found = dofla.check(model, sizes)
-    assert [(x.tokens, x.size) for x in found.cache] == [(n, size) for size in sizes for n in (2048, 8192, 32768)]
+    assert [(x.tokens, x.size) for x in found.cache] == [(n, size) for size in sizes for n in LENGTHS]
     for size in sizes:
         student = dofla.compress(model, tiny.tokens(2, 32), size, head_budgets="even")
         plan = Converted.of(student).plan
@@ -128,7 +129,7 @@ def test_a_model_is_told_of_for_people_and_for_programs(capsys):
     assert call("check", "demo", "--size", "272KiB", "--json") == 0
     found = json.loads(capsys.readouterr().out)
     assert found["supported"]
-    assert [(x["tokens"], x["size"]) for x in found["cache"]] == [(n, 278_528) for n in (2048, 8192, 32768)]
+    assert [(x["tokens"], x["size"]) for x in found["cache"]] == [(n, 278_528) for n in LENGTHS]
     assert found["cache"][0]["factor"] > 10
 
 

@@ -54,9 +54,6 @@ class CompressedHeads(HeadGroup[CompressedState]):
         """The layout of states of so many bytes."""
         return self.layouts.of(count) if self.layouts.grow else self.layout
 
-    def bytes(self, itemsize: int) -> int:
-        return self.layout.bytes
-
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
         for tier in self.tiers:
             tier.reset()

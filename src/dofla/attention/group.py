@@ -51,7 +51,3 @@ class HeadGroup(nn.Module, ABC, Generic[S]):
     @abstractmethod
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
         """Draw all parameters anew."""
-
-    @abstractmethod
-    def bytes(self, itemsize: int) -> int:
-        """Bytes of a state, per sequence, in a model whose numbers have ``itemsize`` bytes."""

@@ -132,8 +132,8 @@ def _retained(
     if len(new) < window_size:
         window = PackedTokens.of_all([own.window for own in before]).shifted(window)
     behind = torch.where(left & (rank >= count), age - window_size, -1)
-    slots = [len(own.tier) for own in before]
-    coded = _select(tiers, slots, past, line, drawn, behind, len(new), backend)
+    room = [len(own.tier) for own in before]
+    coded = _select(tiers, room, past, line, drawn, behind, len(new), backend)
     return [
         Contents(window.of_heads(own), sinks.of_heads(own), tokens)
         for tokens, own in zip(coded, _spans(tiers), strict=True)
@@ -155,8 +155,8 @@ def _select(
     new: int,
     backend: Backend,
 ) -> list[CodedTokens]:
-    """Tokens of each group's tier, of so many ``slots``, after the call, of which ``new`` are the call's. ``behind`` [B, Hkv, P] is how many
-    tokens left the window after each that did, and negative of those that did not."""
+    """Tokens of each group's tier, of so many ``slots``, after the call, of which ``new`` are the call's. ``behind``
+    [B, Hkv, P] is how many tokens left the window after each that did, and negative of those that did not."""
     device, left, sizes = behind.device, behind >= 0, zip(tiers, slots, strict=True)
     per_head = [(tier.newest, room, tier.grows) for tier, room in sizes for _ in range(tier.key.heads)]
     newest, room, grows = (on_device(own, device).unsqueeze(-1) for own in zip(*per_head, strict=True))
@@ -174,7 +174,9 @@ def _select(
     order = torch.where(fits, best.indices, best.indices - len(line)).sort(-1).values
     order = F.pad(order, (max(slots) - order.shape[2], 0), value=-1)
     index, free = order % len(line), order < 0
-    after = gather_tokens(later * (1 - grows), index).round().clamp(max=MOST_SCORE).masked_fill(free, FREE).to(torch.int16)
+    after = (
+        gather_tokens(later * (1 - grows), index).round().clamp(max=MOST_SCORE).masked_fill(free, FREE).to(torch.int16)
+    )
     k, v = (accumulable(gather_tokens(x, index)).masked_fill(free.unsqueeze(-1), 0) for x in (line.key, line.value))
     spans = zip(_spans(tiers), slots, strict=True)
     own = [(slice(None), heads, slice(max(slots) - n, None)) for heads, n in spans]

@@ -56,9 +56,6 @@ def calibrate(
     out: Annotated[Path, typer.Option(help="File to write; it must be new.", callback=new_file)] = Path(
         "calibration.safetensors"
     ),
-    retrieval_heads: Annotated[
-        bool, typer.Option("--retrieval-heads", help="Rank retrieval heads as well: a minute more.")
-    ] = False,
     device: Device = None,
     opening: Given = ORIGINAL,
     text: Given = text_of(),
@@ -66,6 +63,7 @@ def calibrate(
 ) -> dict[str, Any]:
     """Measure what compress needs to know of a model, for any size."""
     from dofla import calibrate as measure
+    from dofla.compression.retrieval import has_words
     from dofla.runs.check import target_of
     from dofla.runs.opening import open_original
 
@@ -75,7 +73,7 @@ def calibrate(
     windows = calibration_windows(data, opened, tokenizer, text, settings)
     with view.progress("calibrate") as bar:
         found = measure(
-            opened, windows, tokenizer=tokenizer if retrieval_heads else None, progress=bar.stage, **settings
+            opened, windows, tokenizer=tokenizer if has_words(tokenizer) else None, progress=bar.stage, **settings
         )
     found.save(out)
     view.show(found)
@@ -103,15 +101,22 @@ def compress(
         ),
     ] = None,
     data: Annotated[str | None, typer.Option(help=f"Calibration text: {DATA}.", callback=source)] = None,
+    no_evict: Annotated[
+        bool, typer.Option("--no-evict", help="Hold every token: the cache grows, in few bits; no size.")
+    ] = False,
     device: Device = None,
     opening: Given = ORIGINAL,
     text: Given = text_of(),
-    settings: Given = Function("compression/compress.py", "compress", ("progress",)),
+    settings: Given = Function("compression/compress.py", "compress", ("progress", "evict")),
 ) -> dict[str, Any]:
-    """Compress the cache of a model to a constant size; no training."""
+    """Compress the cache of a model; no training.
+
+    A few heads, which find facts again, hold every token; all others take a constant size. With --set retrieval_heads=0
+    the whole cache does.
+    """
     from dofla import Calibration
     from dofla import compress as make
-    from dofla.compression.compress import check_fit
+    from dofla.compression.compress import check_fit, size_of
     from dofla.integration.checkpoint import warn_of_local_base, write_adapter
     from dofla.integration.converted import Converted
     from dofla.integration.room import check_disk
@@ -126,15 +131,16 @@ def compress(
     view, kinds = current_view(), {"compressed model": out, "adapter": adapter}
     measured = None if calibration is None else Calibration.load(calibration)
     if target := target_of(model, settings.get("context"), settings.get("keep_softmax", ())):  # before minutes go
-        given = {name: settings[name] for name in ("head_budgets", "retrieval_heads", "prefill") if name in settings}
-        check_fit(target, target.size(size, ratio), measured, **given)
+        names = "head_budgets", "retrieval_heads", "prefill", "bits"
+        given = {name: settings[name] for name in names if name in settings}
+        check_fit(target, size_of(target, size, ratio, not no_evict), measured, **given)
     with ExitStack() as stack:
         folders = {kind: stack.enter_context(new_folder(path)) for kind, path in kinds.items() if path is not None}
         compressed, tokenizer = open_original(model, device=device, **opening)
         if out is not None:
             check_disk(out, compressed.get_memory_footprint(), "the model")
         windows = None if data is None else calibration_windows(data, compressed, tokenizer, text, settings)
-        options = {"ratio": ratio, "calibration": measured, "tokenizer": tokenizer, **settings}
+        options = {"ratio": ratio, "calibration": measured, "tokenizer": tokenizer, "evict": not no_evict, **settings}
         with view.progress("compress") as bar:
             make(compressed, windows, size, progress=bar.stage, **options)
         for kind, folder in folders.items():

@@ -16,8 +16,8 @@ from dofla.compression.directions import measure_directions
 from dofla.compression.eviction_error import EvictionErrors, streams
 from dofla.compression.head_budgets import HeadBudgets, divide
 from dofla.compression.plan import bytes_for, compressed_plan, even_bytes
-from dofla.compression.retrieval import needles_among, rank_heads
-from dofla.compression.target import Target
+from dofla.compression.retrieval import has_words, needles_among, rank_heads
+from dofla.compression.target import Target, tokenizer_of
 from dofla.data import TokenWindows
 from dofla.display import Bar, reports_progress
 from dofla.distillation.objective import Objective
@@ -74,7 +74,8 @@ def calibrate(
         windows: some thousand tokens of any text, best in windows of 2,048 or more: what heads attend to farther back
             than that is not measured.
         head_budgets: ``measured`` or ``even``.
-        tokenizer: the model's: with it, retrieval heads are ranked, on needles in the windows' text.
+        tokenizer: the model's, default the one beside its weights: with it, retrieval heads are ranked, on needles in
+            the windows' text.
         context: as for :func:`dofla.compress`.
         keep_softmax: layers to leave out.
         batch_size: windows per pass.
@@ -84,6 +85,8 @@ def calibrate(
     Raises:
         DoflaError: as :func:`dofla.compress`; a model that predicts no tokens.
     """
+    if tokenizer is None and not has_words(tokenizer := tokenizer_of(model, needed=False)):
+        tokenizer = None
     return measure(
         model,
         Target.of(model, context, keep_softmax),
@@ -152,7 +155,7 @@ def measure(
         found = _compared(replace(found, costs=costs), model, target, short, report)
     if needles is not None:
         heads = rank_heads(model, layers, needles, partial(report, "retrieval heads"))
-        found = replace(found, retrieval=heads)
+        found = replace(found, retrieval=[*heads], attention=[*heads.values()])
     return found
 
 

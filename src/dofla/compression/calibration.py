@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dofla.compression.directions import Directions, Symmetric
 from dofla.compression.head_budgets import HeadBudgets
-from dofla.compression.retrieval import Head, by_layer
+from dofla.compression.retrieval import Head, by_layer, count_of
 from dofla.compression.target import Target
 from dofla.display import Part, Result, table
 from dofla.errors import DoflaError
@@ -42,6 +42,7 @@ class Calibration(Result):
         costs: by module and for each KV head, the error of eviction where all have the same size, as a part of the
             residual stream (:mod:`dofla.compression.eviction_error`); empty if not measured.
         retrieval: all KV heads, those that needle retrieval depends on most first; empty if not ranked.
+        attention: of each of them to needles (:func:`dofla.compression.retrieval.rank_heads`).
         model: its name.
         fingerprint: of the shapes of its attention modules.
         weights: a few of them.
@@ -53,17 +54,20 @@ class Calibration(Result):
     shares: Mapping[str, Sequence[float]] = field(default_factory=dict, repr=False)
     costs: Mapping[str, Sequence[float]] = field(default_factory=dict, repr=False)
     retrieval: Sequence[Head] = field(default=(), repr=False)
+    attention: Sequence[float] = field(default=(), repr=False)
     model: str = ""
     fingerprint: str = ""
     weights: Sequence[float] = field(default=(), repr=False)
     made_by: Mapping[str, Any] = field(default_factory=dict)
 
-    def head_budgets(self, retrieval_heads: int = 0) -> HeadBudgets | None:
-        """The head budgets, with so many retrieval heads; None for an even split without any."""
-        if not self.shares and not retrieval_heads:
+    def head_budgets(self, retrieval_heads: int | str = 0) -> HeadBudgets | None:
+        """The head budgets, with so many retrieval heads, or as many as there are for ``auto``; None for an even split
+        without any."""
+        count = count_of(self.attention) if isinstance(retrieval_heads, str) else retrieval_heads
+        if not self.shares and not count:
             return None
         shares = self.shares or {name: [1.0] * own.shape[0] for name, own in self.directions.items()}
-        return HeadBudgets(shares, by_layer(self.retrieval[:retrieval_heads]), self.made_by.get("held_out"))
+        return HeadBudgets(shares, by_layer(self.retrieval[:count]), self.made_by.get("held_out"))
 
     def check(self, target: Target) -> None:
         """DoflaError if it is of a model with other attention modules; a warning if of other weights."""
@@ -97,13 +101,13 @@ class Calibration(Result):
             yield held_out_line(self.made_by["held_out"])
         if self.retrieval:
             first = ", ".join(f"{name} {head}" for name, head in self.retrieval[:10])
-            yield f"retrieval heads, the first ten: {first}"
+            yield f"retrieval heads: {count_of(self.attention)}; the first ten in rank: {first}"
         yield f"calibrated on {self.made_by.get('tokens', 0):,} tokens of {self.made_by.get('source', 'unknown text')}"
 
     def save(self, path: str | Path) -> None:
         """Write it as one safetensors file, replacing what was there."""
         tensors = {f"{name}:{part}": tensor for name, own in self.directions.items() for part, tensor in _parts(own)}
-        names = "shares", "costs", "retrieval", "model", "fingerprint", "weights", "made_by"
+        names = "shares", "costs", "retrieval", "attention", "model", "fingerprint", "weights", "made_by"
         plain = {name: getattr(self, name) for name in names}
         plain["outputs"] = {name: own.output for name, own in self.directions.items()}
         write_tensors(path, tensors, {"format": _FORMAT, "calibration": json.dumps(plain)})

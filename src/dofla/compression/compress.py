@@ -6,16 +6,16 @@ from dataclasses import replace
 from pathlib import Path
 
 from torch import Tensor
-from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from dofla.compression.calibrate import check_head_budgets, measure
 from dofla.compression.calibration import Calibration
 from dofla.compression.directions import default_cut
 from dofla.compression.head_budgets import LEAST, HeadBudgets
 from dofla.compression.known import BASE, keep, known
-from dofla.compression.plan import compressed_plan
-from dofla.compression.retrieval import by_layer, check_retrieval_heads, has_words
-from dofla.compression.target import Target
+from dofla.compression.plan import BITS, compressed_plan
+from dofla.compression.retrieval import AUTO, by_layer, check_retrieval_heads, has_words
+from dofla.compression.target import Target, tokenizer_of
 from dofla.data import TokenWindows
 from dofla.display import Bar, reports_progress
 from dofla.errors import DoflaError
@@ -44,36 +44,43 @@ def compress(
     calibration: Calibration | str | Path | None = None,
     context: int | None = None,
     head_budgets: str = "measured",
-    retrieval_heads: int = 0,
+    retrieval_heads: int | str = AUTO,
+    evict: bool = True,
+    bits: float = BITS,
     tokenizer: PreTrainedTokenizerBase | None = None,
     keep_softmax: Collection[str] | None = (),
     batch_size: int = 1,
     prefill: str = "auto",
     progress: Callable[[str, int, int], None] | bool = True,
 ) -> PreTrainedModel:
-    """Give a causal model a compressed cache of constant size, in place and without training: recent tokens in int8,
-    older ones in 3 bits, eviction by attention score.
+    """Give a causal model a compressed cache, in place and without training: recent tokens in int8, older ones in 3
+    bits, eviction by attention score. A few heads, with which models find facts again, hold every token; all others
+    take a constant size.
 
     Args:
         model: any causal model whose attention goes through transformers' attention interface.
         windows: text to calibrate on (:func:`dofla.calibrate`). Without windows and calibration, one that was made
             before of the same weights is used: this user's, one that comes with dofla, or one of the hub. Where there
             is none, the model is calibrated on the text that comes with dofla, and that is kept for this user.
-        size: bytes of the compressed cache per sequence, all compressed layers together: text with a unit
-            (``"1.5MiB"``, ``"800KiB"``, ``"1GiB"``, decimal ``"2MB"``), or an int.
+        size: bytes of the compressed cache per sequence that do not grow, all compressed layers together: text with a
+            unit (``"1.5MiB"``, ``"800KiB"``, ``"1GiB"``, decimal ``"2MB"``), or an int.
         ratio: the size, as a compression factor: bytes of the bfloat16 cache of these layers at ``context`` tokens over
             those of the compressed cache. Give one of the two; default a ratio of 16.
         calibration: what :func:`dofla.calibrate` measured of the model, or the file it was saved to; or ``base``, the
             one that was made before of a model with the same shapes, whatever its weights: for fine-tuned models.
         context: the context length, in tokens, that the cache is for: windows are read at positions spread over it, and
-            no KV head gets slots for more tokens. Default all positions of the model; windows are moved where positions
-            are rotary. A shorter context is a little better within, and much worse beyond.
+            no KV head of constant size gets slots for more tokens. Default all positions of the model; windows are
+            moved where positions are rotary. A shorter context is a little better within, and much worse beyond.
         head_budgets: how the bytes are divided among KV heads: ``measured``, by the error of eviction in each; or
             ``even``.
-        retrieval_heads: how many KV heads hold all ``context`` tokens: those that needle retrieval depends on most, as
-            in DuoAttention (Xiao et al. 2024, arXiv 2410.10819). It improves recall; the other heads get fewer bytes.
-        tokenizer: the model's, to calibrate for retrieval heads, for which it writes needles, or without windows; there
-            the one beside the model's weights by default.
+        retrieval_heads: how many KV heads hold every token, in slots that grow with the sequence: those that needle
+            retrieval depends on most, as in DuoAttention (Xiao et al. 2024, arXiv 2410.10819). By default as many as
+            attend to needles (:func:`dofla.compression.retrieval.count_of`), none where the calibration ranks none;
+            0 for a cache of constant size.
+        evict: False for a cache in which no head evicts a token: it grows, in few bits, and takes no size.
+        bits: per number of older tokens, 1 to 5.
+        tokenizer: the model's, by which needles are written while it is calibrated; default the one beside the model's
+            weights.
         keep_softmax: layers to leave as they are.
         batch_size: windows per pass.
         prefill: how a prompt is read into the cache. ``exact``: its tokens attend exactly to one another, and those to
@@ -88,12 +95,12 @@ def compress(
 
     Raises:
         DoflaError: before minutes are spent on measuring: a model that cannot be compressed; an encoder, which keeps
-            nothing from token to token; a size too small for a token of each kind, or for so many retrieval heads;
-            ``size`` and ``ratio`` together; heads whose size is no multiple of 8; a calibration of another model; as
-            :func:`dofla.calibrate`.
+            nothing from token to token; a size too small for a token of each kind; ``size`` and ``ratio`` together, or
+            one of them where nothing is evicted; heads whose size is no multiple of 8; a calibration of another
+            model; as :func:`dofla.calibrate`.
     """
     target = Target.of(model, context, keep_softmax)
-    total = target.size(size, ratio)
+    total = size_of(target, size, ratio, evict)
     if calibration is None and windows is None:
         calibration = known(target)
     elif calibration == BASE:
@@ -102,14 +109,14 @@ def compress(
     elif isinstance(calibration, (str, Path)):
         calibration = Calibration.load(calibration)
     by_default = calibration is None and windows is None
-    if by_default:
-        tokenizer = tokenizer or tokenizer_of(model)
-    check_fit(target, total, calibration, head_budgets, retrieval_heads, prefill, tokenizer is not None)
+    if calibration is None and tokenizer is None and (by_default or retrieval_heads):
+        tokenizer = tokenizer_of(model, needed=by_default)
+    check_fit(target, total, calibration, head_budgets, retrieval_heads, prefill, tokenizer is not None, bits)
     if calibration is None:
         if windows is None:
             assert tokenizer is not None
             windows = default_windows(tokenizer, target.length)
-        ranked = retrieval_heads or (by_default and has_words(tokenizer))
+        ranked = has_words(tokenizer) if retrieval_heads == AUTO or by_default else retrieval_heads
         calibration = measure(
             model,
             target,
@@ -125,7 +132,7 @@ def compress(
         calibration.check(target)
     if head_budgets == "even":
         calibration = replace(calibration, shares={})
-    return tried(with_calibration(model, target, calibration, total, retrieval_heads, prefill))
+    return tried(with_calibration(model, target, calibration, total, retrieval_heads, prefill, bits))
 
 
 def default_windows(tokenizer: PreTrainedTokenizerBase, positions: int | None) -> TokenWindows:
@@ -133,27 +140,28 @@ def default_windows(tokenizer: PreTrainedTokenizerBase, positions: int | None) -
     return token_windows(TEXT, tokenizer, **default_cut(positions))
 
 
-def tokenizer_of(model: PreTrainedModel) -> PreTrainedTokenizerBase:
-    """The tokenizer beside the weights of a model; DoflaError if there is none."""
-    try:
-        return AutoTokenizer.from_pretrained(model.name_or_path)
-    except (OSError, ValueError) as error:
-        raise DoflaError(
-            f"{model.name_or_path or type(model).__name__} has no tokenizer to calibrate with: give the tokenizer, "
-            "windows of text, or a calibration"
-        ) from error
+def size_of(target: Target, size: int | str | None, ratio: float | None, evict: bool) -> int | None:
+    """Bytes of the compressed cache; None if nothing is evicted. DoflaError for a size of such a cache."""
+    if evict:
+        return target.size(size, ratio)
+    if size is not None or ratio is not None:
+        given = f"size is {size!r}" if size is not None else f"ratio is {ratio!r}"
+        raise DoflaError(f"{given} and evict is False: a cache that evicts nothing grows, so give none, or evict")
+    return None
 
 
 def with_calibration(
     model: PreTrainedModel,
     target: Target,
     calibration: Calibration,
-    size: int,
-    retrieval_heads: int = 0,
+    size: int | None,
+    retrieval_heads: int | str = 0,
     prefill: str = "auto",
+    bits: float = BITS,
 ) -> PreTrainedModel:
     """The model compressed to so many bytes, in place and untried."""
-    plan = compressed_plan(target, size, head_budgets=calibration.head_budgets(retrieval_heads), prefill=prefill)
+    budgets = calibration.head_budgets(retrieval_heads)
+    plan = compressed_plan(target, size, head_budgets=budgets, prefill=prefill, bits=bits)
     converted = Converted.of(convert(model, plan, sites=target.sites))
     converted.record.add_calibration(calibration.made_by)
     try:
@@ -166,12 +174,13 @@ def with_calibration(
 
 def check_fit(
     target: Target,
-    size: int,
+    size: int | None,
     calibration: Calibration | None = None,
     head_budgets: str = "measured",
-    retrieval_heads: int = 0,
+    retrieval_heads: int | str = AUTO,
     prefill: str = "auto",
     has_tokenizer: bool = True,
+    bits: float = BITS,
 ) -> None:
     """DoflaError for a size that is too small, whatever the head budgets turn out to be; or retrieval heads that will
     not be found or have no room."""
@@ -181,13 +190,15 @@ def check_fit(
     heads = [(site.name, head) for site in sites for head in range(site.kv_heads)]
     ranked = calibration is not None and bool(calibration.retrieval)
     check_retrieval_heads(retrieval_heads, len(heads), ranked or has_tokenizer)
-    if retrieval_heads and not ranked and calibration is not None:
+    if retrieval_heads not in (0, AUTO) and not ranked and calibration is not None:
         raise DoflaError(
             f"retrieval_heads is {retrieval_heads}, and the calibration ranks none: calibrate with the tokenizer "
             "(dofla calibrate --retrieval-heads)"
         )
     if calibration is None:
-        least = LEAST if head_budgets == "measured" else 1.0
-        for share, full in ((least, 0), (1.0, retrieval_heads)):
-            budgets = HeadBudgets({x.name: [share] * x.kv_heads for x in sites}, by_layer(heads[:full]))
-            compressed_plan(target, size, head_budgets=budgets)
+        count = 0 if isinstance(retrieval_heads, str) else retrieval_heads
+        # The last head has the least share that measuring may find.
+        shares = {x.name: [1.0] * x.kv_heads for x in sites}
+        if head_budgets == "measured":
+            shares[sites[-1].name][-1] = LEAST
+        compressed_plan(target, size, head_budgets=HeadBudgets(shares, by_layer(heads[:count])), bits=bits)

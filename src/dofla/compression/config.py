@@ -15,8 +15,11 @@ from transformers.quantizers import HfQuantizer, register_quantization_config, r
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from dofla.compression.calibration import Calibration
-from dofla.compression.compress import compress, tokenizer_of
+from dofla.compression.compress import compress
 from dofla.compression.directions import default_cut
+from dofla.compression.plan import BITS
+from dofla.compression.retrieval import AUTO
+from dofla.compression.target import tokenizer_of
 from dofla.integration.positions import positions_of
 from dofla.integration.self_samples import token_windows
 
@@ -28,7 +31,8 @@ class CacheConfig(QuantizationConfigMixin):
     """The compression of the KV cache of the model that ``from_pretrained(..., quantization_config=...)`` opens.
 
     Args:
-        size, ratio, context, head_budgets, retrieval_heads, keep_softmax, prefill: as for :func:`dofla.compress`.
+        size, ratio, context, head_budgets, retrieval_heads, evict, bits, keep_softmax, prefill: as for
+            :func:`dofla.compress`.
         calibration: what :func:`dofla.calibrate` measured of this model, the file it was saved to, or ``base``. Without
             one, and without ``data``, it is found as :func:`dofla.compress` says; or else the model is calibrated when
             it is opened, on the device it is opened on.
@@ -46,7 +50,9 @@ class CacheConfig(QuantizationConfigMixin):
         tokenizer: PreTrainedTokenizerBase | None = None,
         context: int | None = None,
         head_budgets: str = "measured",
-        retrieval_heads: int = 0,
+        retrieval_heads: int | str = AUTO,
+        evict: bool = True,
+        bits: float = BITS,
         keep_softmax: Collection[str] = (),
         prefill: str = "auto",
     ) -> None:
@@ -58,12 +64,14 @@ class CacheConfig(QuantizationConfigMixin):
             "context": context,
             "head_budgets": head_budgets,
             "retrieval_heads": retrieval_heads,
+            "evict": evict,
+            "bits": bits,
             "keep_softmax": keep_softmax,
             "prefill": prefill,
         }
 
     def to_dict(self) -> dict[str, Any]:
-        given = {name: value for name, value in {"data": self.data, **self.options}.items() if value}
+        given = {name: value for name, value in {"data": self.data, **self.options}.items() if value not in (None, ())}
         return {"quant_method": self.quant_method, **given}
 
     def compress(self, model: PreTrainedModel) -> PreTrainedModel:
@@ -71,6 +79,7 @@ class CacheConfig(QuantizationConfigMixin):
         windows, tokenizer = None, self.tokenizer
         if self.data is not None and self.calibration is None:
             tokenizer = tokenizer or tokenizer_of(model)
+            assert tokenizer is not None
             windows = token_windows(
                 self.data, tokenizer, model=model, **default_cut(positions_of(model), self.options["context"])
             )

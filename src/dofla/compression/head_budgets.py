@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from dofla.errors import DoflaError
@@ -16,62 +16,53 @@ LEAST, MOST = 1 / RUNG, 4 * RUNG
 """Bytes of a KV head over those of an even split. With half of it, too many heads that seemed to need little missed it
 (``docs/research/cache.md``)."""
 
-MAX_FULL_FRACTION = 0.5
-"""Fraction of all bytes that retrieval heads may take: the others do worse with what is left to them."""
-_EXACT = 1e-9
-"""So that a third of 96 is 32."""
-
 
 @dataclass(frozen=True)
 class HeadBudgets:
-    """The division of the bytes of a compressed cache among KV heads, by name of the layer. Full heads hold every token
-    whatever their share: retrieval heads."""
+    """The division of the bytes of a compressed cache among KV heads, by name of the layer."""
 
-    shares: Mapping[str, Sequence[float]]  # of each KV head, bytes relative to an even split
-    full_heads: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    shares: Mapping[str, Sequence[float]] = field(default_factory=dict)  # bytes relative to an even split
+    growing: Mapping[str, Sequence[int]] = field(default_factory=dict)  # heads that hold every token, without a share
     held_out: Mapping[str, float] | None = None  # KL on held-out windows, of "measured" budgets and of "even" ones
 
     @property
     def least(self) -> float:
         """The smallest share."""
-        return min(share for own in self.shares.values() for share in own)
-
-    def of_layer(self, name: str, heads: int) -> Sequence[float]:
-        """The shares of a layer with so many KV heads; DoflaError if others were measured."""
-        own = self.shares.get(name, [1.0] * heads)
-        if len(own) != heads:
-            raise DoflaError(f"layer {name} has {heads} KV heads, and was calibrated with {len(own)}: calibrate again")
-        return own
+        return min((share for own in self.shares.values() for share in own), default=1.0)
 
     def record(self) -> dict[str, Any]:
         """Their record in a plan."""
         found: dict[str, Any] = {"head_budgets": {name: list(own) for name, own in self.shares.items()}}
         found |= {"held_out": dict(self.held_out)} if self.held_out else {}
-        return found | ({"retrieval_heads": dict(self.full_heads)} if self.full_heads else {})
+        return found | ({"retrieval_heads": dict(self.growing)} if self.growing else {})
 
-    def at_most(self, most: Mapping[str, float], sizes: Mapping[str, float]) -> HeadBudgets:
-        """Head budgets of which none is above ``most`` of its layer, and those of full heads are at it. What that
-        leaves goes to all others, in proportion to what they have. Where all have that much, the rest goes to them in
-        proportion to it. ``sizes`` are bytes of a KV head of each layer in an even split. DoflaError if full heads
-        would take more than :data:`MAX_FULL_FRACTION` of the bytes."""
-        found = {name: list(own) for name, own in self.shares.items()}
-        heads = [(share / most[name], name, n) for name in sizes for n, share in enumerate(found.get(name, ()))]
-        full_heads = {(name, n) for name in sizes for n in self.full_heads.get(name, ())}
-        left = wanted = sum(found[name][n] * sizes[name] for _, name, n in heads)
-        beyond = max(left / sum(most[name] * sizes[name] for _, name, _ in heads), 1) if heads else 1
-        if sum(most[name] * sizes[name] for name, _ in full_heads) > MAX_FULL_FRACTION * left * (1 + _EXACT):
-            raise DoflaError(
-                f"{len(full_heads)} retrieval heads would take more than {MAX_FULL_FRACTION:.0%} of the bytes: give a "
-                "larger size, fewer of them, or a shorter context"
-            )
+    def divided(
+        self, total: float, heads: Mapping[str, int], sizes: Mapping[str, float], most: Mapping[str, float]
+    ) -> dict[str, list[float]]:
+        """Bytes of each KV head, ``total`` in all; none of those that grow.
+
+        They go by shares of ``sizes``, the bytes of a head of each layer in an even split. No head gets more than
+        ``most`` of its layer, and what that leaves goes to the others; where all have that much, the rest to all of
+        them. ``heads`` is how many each layer has. DoflaError if others were measured.
+        """
+        for name, count in heads.items():
+            if len(own := self.shares.get(name, [1.0] * count)) != count:
+                raise DoflaError(
+                    f"layer {name} has {count} KV heads, and was calibrated with {len(own)}: calibrate again"
+                )
+        wanted = {
+            (name, n): self.shares.get(name, [1.0] * count)[n] * sizes[name]
+            for name, count in heads.items()
+            for n in range(count)
+            if n not in self.growing.get(name, ())
+        }
+        found, left, asked = {name: [0.0] * count for name, count in heads.items()}, total, sum(wanted.values())
+        beyond = max(total / sum(most[name] for name, _ in wanted), 1) if wanted else 1
         # Those that are at their most first.
-        for _, name, n in sorted(heads, key=lambda x: (x[1:] in full_heads, x), reverse=True):
-            share, bound = found[name][n], beyond * most[name]
-            found[name][n] = left / wanted * share
-            if found[name][n] > bound or (name, n) in full_heads:
-                found[name][n] = bound
-                left, wanted = left - bound * sizes[name], wanted - share * sizes[name]
-        return replace(self, shares=found)
+        for (name, n), share in sorted(wanted.items(), key=lambda x: x[1] / most[x[0][0]], reverse=True):
+            found[name][n] = min(left * share / asked, beyond * most[name])
+            left, asked = left - found[name][n], asked - share
+        return found
 
 
 def divide(sizes: Mapping[str, float], costs: Mapping[str, Sequence[float]]) -> dict[str, list[float]]:

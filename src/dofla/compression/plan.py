@@ -1,7 +1,8 @@
-"""The plan of a compressed cache: how many tokens of each kind every KV head gets for a size in bytes."""
+"""The plan of a compressed cache: how many tokens of each kind every KV head gets for a size in bytes, or that it
+grows."""
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from dofla.attention import HeadSizes, tier_bytes
@@ -21,6 +22,8 @@ WINDOW_SHARE, NEWEST_SHARE = 0.24, 0.2
 SINKS = 2
 BITS = 3.0
 """Bits per number in the tier. On SmolLM2 at 1.5 MiB (``docs/research/cache.md``)."""
+GROWING = HeadSizes(window=32, sinks=SINKS, newest=1, heavy_hitters=0)
+"""Of a KV head that holds every token."""
 
 
 class TooSmall(DoflaError):
@@ -29,52 +32,57 @@ class TooSmall(DoflaError):
 
 def compressed_plan(
     target: Target,
-    size: int,
+    size: int | None,
     *,
     head_budgets: HeadBudgets | None = None,
     prefill: str = "auto",
+    bits: float = BITS,
 ) -> Plan:
-    """The plan of :func:`dofla.compress` for a cache of ``size`` bytes; DoflaError as there.
+    """The plan of :func:`dofla.compress` for a cache of ``size`` bytes, or one in which all heads grow; DoflaError as
+    there.
 
     Head budgets are by default an even split, in proportion to the size of a token. Bytes that a head cannot fill go to
     the others, and then to int8.
     """
-    sites, positions = target.compressed, target.length
-    even = even_bytes(sites, size)
-    if head_budgets is not None and head_budgets.full_heads and positions is None:
-        raise DoflaError(f"{target.kind} states no number of positions: give context, which retrieval heads hold")
-    if head_budgets is not None and positions is not None:
-        most = {x.name: bytes_for(positions, x.head_dim, x.value_dim) / even[x.name] for x in sites}
-        head_budgets = head_budgets.at_most(most, even)
+    sites, positions, budgets = target.compressed, target.length, head_budgets or HeadBudgets()
+    if size is None:
+        budgets = HeadBudgets(growing={x.name: range(x.kv_heads) for x in sites})
+    grow = {x.name: len(budgets.growing.get(x.name, ())) for x in sites}
+    fixed = sum(grow[x.name] * head_bytes(GROWING, x.head_dim, x.value_dim, bits) for x in sites)
+    dims = {x.name: (x.head_dim, x.value_dim) for x in sites}
+    most = {name: math.inf if positions is None else bytes_for(positions, *own, bits) for name, own in dims.items()}
+    heads, even = {x.name: x.kv_heads for x in sites}, even_bytes(sites, (size or fixed) - fixed, grow)
+    own_bytes = budgets.divided((size or fixed) - fixed, heads, even, most)
     layers: list[LayerPlan] = []
     for site in target.sites.values():
         shape = site.name, site.kv_heads, site.head_dim, site.value_dim
-        if site.name not in even:
+        if site.name not in heads:
             if not site.linear_time or site.name in target.keep_softmax:
                 layers.append(SoftmaxLayer(*shape))
             continue
-        budgets = head_budgets.of_layer(site.name, site.kv_heads) if head_budgets else [1.0] * site.kv_heads
-        dims = site.head_dim, site.value_dim
+        of_layer, growing = own_bytes[site.name], budgets.growing.get(site.name, ())
         try:
-            sizes = [head_sizes(math.floor(share * even[site.name] + 1e-6), *dims, positions) for share in budgets]
+            sizes = [
+                GROWING if n in growing else head_sizes(math.floor(x + 1e-6), *dims[site.name], positions, bits)
+                for n, x in enumerate(of_layer)
+            ]
         except TooSmall:
-            least = min(budgets) if head_budgets is None else head_budgets.least
-            needed = in_bytes(smallest_size(sites, min(1.0, least)))
+            needed = in_bytes(fixed + smallest_size(sites, min(1.0, budgets.least), bits))
             raise TooSmall(
-                f"size {in_bytes(size)} is too small for a token of each kind in every KV head: give {needed} or more"
+                f"size {in_bytes(size or fixed)} is too small for a token of each kind in every KV head: give {needed} or more"
             ) from None
         window, sinks, newest, heavy_hitters = (alike(each) for each in zip(*sizes, strict=True))
-        layers.append(CompressedLayer(*shape, window, sinks, newest, heavy_hitters, BITS))
-    made_by: dict[str, Any] = {"strategy": STRATEGY, "size": size}
-    if head_budgets is not None:
+        layers.append(CompressedLayer(*shape, window, sinks, newest, heavy_hitters, bits))
+    made_by: dict[str, Any] = {"strategy": STRATEGY} | ({"evict": False} if size is None else {"size": size})
+    if head_budgets is not None and size is not None:
         made_by |= head_budgets.record()
     return Plan(layers, target.name, made_by, target.context, prefill)
 
 
-def head_sizes(total: int, head_dim: int, value_dim: int, most: int | None = None) -> HeadSizes:
+def head_sizes(total: int, head_dim: int, value_dim: int, most: int | None = None, bits: float = BITS) -> HeadSizes:
     """Tokens of a KV head that take at most ``total`` bytes. No text has more than ``most`` tokens: bytes beyond those
     of so many go to int8. TooSmall if there is no room for a token of each kind."""
-    token, coded = HeadCost.of(head_dim, value_dim, 0, "int8").token, tier_bytes(head_dim, value_dim, BITS)
+    token, coded = HeadCost.of(head_dim, value_dim, 0, "int8").token, tier_bytes(head_dim, value_dim, bits)
     window, newest = round(WINDOW_SHARE * total / token), round(NEWEST_SHARE * total / coded)
     heavy_hitters = (total - (window + SINKS) * token) // coded - newest
     if min(window, newest, heavy_hitters) < 1:
@@ -87,33 +95,36 @@ def head_sizes(total: int, head_dim: int, value_dim: int, most: int | None = Non
     return HeadSizes(window, SINKS, newest, heavy_hitters)
 
 
-def bytes_for(tokens: int, head_dim: int, value_dim: int) -> int:
+def bytes_for(tokens: int, head_dim: int, value_dim: int, bits: float = BITS) -> int:
     """The fewest bytes with which :func:`head_sizes` has slots for so many tokens, but for what it rounds."""
-    token, coded = HeadCost.of(head_dim, value_dim, 0, "int8").token, tier_bytes(head_dim, value_dim, BITS)
+    token, coded = HeadCost.of(head_dim, value_dim, 0, "int8").token, tier_bytes(head_dim, value_dim, bits)
     per_byte = WINDOW_SHARE / token + (1 - WINDOW_SHARE) / coded
     return math.ceil((tokens + SINKS * (token / coded - 1)) / per_byte)
 
 
-def even_bytes(sites: Collection[AttentionSite], size: int) -> dict[str, float]:
-    """Bytes of one KV head of each module in an even split: the same number of tokens everywhere."""
-    weights = {x.name: x.head_dim + x.value_dim for x in sites}
-    total = sum(weights[x.name] * x.kv_heads for x in sites)
-    return {name: size * weight / total for name, weight in weights.items()}
+def even_bytes(
+    sites: Collection[AttentionSite], size: int, without: Mapping[str, int] | None = None
+) -> dict[str, float]:
+    """Bytes of one KV head of each module in an even split: the same number of tokens everywhere; ``without`` so many
+    heads of each."""
+    weights, left = {x.name: x.head_dim + x.value_dim for x in sites}, without or {}
+    total = sum(weights[x.name] * (x.kv_heads - left.get(x.name, 0)) for x in sites)
+    return {name: size * weight / max(total, 1) for name, weight in weights.items()}
 
 
-def smallest_size(sites: Collection[AttentionSite], share: float = 1.0) -> int:
+def smallest_size(sites: Collection[AttentionSite], share: float = 1.0, bits: float = BITS) -> int:
     """Bytes with which a KV head that gets ``share`` of an even split has room for a token of each kind."""
-    least = {(x.head_dim, x.value_dim): _smallest_head(x.head_dim, x.value_dim) for x in sites}
+    least = {(x.head_dim, x.value_dim): _smallest_head(x.head_dim, x.value_dim, bits) for x in sites}
     one = even_bytes(sites, 1)
     return math.ceil(max(least[x.head_dim, x.value_dim] / (share * one[x.name]) for x in sites)) + 1
 
 
-def _smallest_head(head_dim: int, value_dim: int) -> int:
+def _smallest_head(head_dim: int, value_dim: int, bits: float = BITS) -> int:
     """Bytes from which on every number is enough: what is rounded leaves some smaller ones enough, and the next not."""
-    total = 5 * head_bytes(HeadSizes(1, 0, 1, 0), head_dim, value_dim, BITS)
+    total = 5 * head_bytes(HeadSizes(1, 0, 1, 1), head_dim, value_dim, bits)
     while True:
         try:
-            head_sizes(total - 1, head_dim, value_dim)
+            head_sizes(total - 1, head_dim, value_dim, None, bits)
         except TooSmall:
             return total
         total -= 1

@@ -4,6 +4,7 @@ They are ranked by the attention that they pay, where needles are asked for, to 
 every token they find most of what the model finds.
 """
 
+import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -18,6 +19,10 @@ from dofla.integration.recorder import AttentionCall, recording, run_body
 FAR = 4096
 """Tokens of a document with needles in it, if the model has so many positions and the text so many tokens."""
 _ROWS_AT_A_TIME = 64
+AUTO = "auto"
+"""The word for the number of retrieval heads that :func:`count_of` finds."""
+LEAST_ATTENTION, MOST_HEADS = 0.05, 0.25
+"""Mean attention to needles from which on a head is a retrieval head, and the fraction of all heads that may be."""
 
 Head = tuple[str, int]
 """The name of a layer, and a KV head of it."""
@@ -36,10 +41,10 @@ def has_words(tokenizer: PreTrainedTokenizerBase | None) -> bool:
 @torch.no_grad()
 def rank_heads(
     model: PreTrainedModel, layers: Sequence[str], needles: Facts, report: Callable[[int, int], None]
-) -> list[Head]:
-    """All KV heads of these layers, those first of which a query head attends most to the needles that are asked for:
-    the mean over the tokens that ask of the attention to the needle's tokens. ``report`` is called with (done, total)
-    documents."""
+) -> dict[Head, float]:
+    """All KV heads of these layers, those first of which a query head attends most to the needles that are asked for,
+    with that: the mean over the tokens that ask of the attention to the needle's tokens. ``report`` is called with
+    (done, total) documents."""
     found: dict[Head, float] = {}
     told = needles.told[0]
 
@@ -56,18 +61,26 @@ def rank_heads(
             found[call.name, head] = found.get((call.name, head), 0.0) + mean
 
     with recording(model, layers, look):
-        for done, batch in enumerate(placed_over(needles.documents, 1, None)):
-            told = needles.told[done]
+        for done, batch in enumerate(placed_over(needles.documents, 1, None), 1):
+            told = needles.told[done - 1]
             run_body(model, batch)
-            report(done + 1, len(needles.documents))
-    return sorted(found, key=lambda head: (-found[head], head))
+            report(done, len(needles.documents))
+    return {head: found[head] / done for head in sorted(found, key=lambda head: (-found[head], head))}
 
 
-def check_retrieval_heads(count: int, total: int, known: bool) -> None:
+def count_of(attention: Sequence[float]) -> int:
+    """The retrieval heads, of heads that are ranked by their ``attention`` to needles: those that pay enough, and no
+    more than a part of all."""
+    return sum(own >= LEAST_ATTENTION for own in attention[: math.ceil(MOST_HEADS * len(attention))])
+
+
+def check_retrieval_heads(count: int | str, total: int, known: bool) -> None:
     """DoflaError unless so many of the ``total`` KV heads can hold every token: fewer than none, more than all, or
-    heads that are neither ranked nor can be, without a tokenizer."""
-    if not isinstance(count, int) or count < 0:
-        raise DoflaError(f"retrieval_heads is {count!r}: give how many KV heads are to hold every token, or 0")
+    heads that are neither ranked nor can be, without a tokenizer. ``auto`` is as many as can be."""
+    if count == AUTO:
+        return
+    if not isinstance(count, int) or isinstance(count, bool) or count < 0:
+        raise DoflaError(f"retrieval_heads is {count!r}: give how many KV heads are to hold every token, auto, or 0")
     if count > total:
         raise DoflaError(f"retrieval_heads is {count}: the model has {total} KV heads")
     if count and not known:

@@ -9,7 +9,7 @@ from functools import cached_property
 
 import torch
 from torch import nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from dofla.compression.size import size_or_ratio
 from dofla.errors import DoflaError, check_numbers
@@ -82,6 +82,19 @@ class Target:
 
     def _chosen(self) -> list[AttentionSite]:
         return [x for x in self.sites.values() if not (x.linear_time or x.shares_keys or x.name in self.keep_softmax)]
+
+
+def tokenizer_of(model: PreTrainedModel, needed: bool = True) -> PreTrainedTokenizerBase | None:
+    """The tokenizer beside the weights of a model; if there is none, DoflaError where it is ``needed``."""
+    try:
+        return AutoTokenizer.from_pretrained(model.name_or_path)
+    except (OSError, ValueError) as error:
+        if not needed:
+            return None
+        raise DoflaError(
+            f"{model.name_or_path or type(model).__name__} has no tokenizer to calibrate with: give the tokenizer, "
+            "windows of text, or a calibration"
+        ) from error
 
 
 def _fingerprint(sites: Mapping[str, AttentionSite]) -> str:

@@ -99,7 +99,7 @@ def measure_curves(
         finally:
             restore(model)
         for name, found in errors.items():
-            spent = plan[name].state_bytes(model.dtype.itemsize) // plan[name].kv_heads
+            spent = plan[name].cache_bytes(0, model.dtype.itemsize) // plan[name].kv_heads
             points.setdefault(name, []).append(Point(share, spent, found))
         if report is not None:
             report("sizes", done, len(grid))

@@ -36,7 +36,7 @@ class Evaluation(Result):
         source: of the windows.
         windows: how many.
         layers: by name; see :class:`dofla.distillation.fidelity.LayerFidelity`.
-        state_bytes: per sequence; of layers kept softmax, their cache at the windows' length.
+        state_bytes: per sequence, at the windows' length.
         strategy: of the plan.
         length: of the windows, in tokens.
         softmax_bytes: of a key-value cache at the windows' length.
@@ -200,8 +200,7 @@ def evaluate(
         source=windows.source,
         windows=len(windows),
         layers=layers,
-        state_bytes=plan.state_bytes(model.dtype)
-        + (0 if text is None else plan.kept_softmax_bytes(text.length, model.dtype)),
+        state_bytes=plan.cache_bytes(0 if text is None else text.length, model.dtype),
         strategy=plan.made_by.get("strategy"),
         length=None if text is None else text.length,
         softmax_bytes=None if text is None else plan.softmax_bytes(text.length, model.dtype),

@@ -8,7 +8,6 @@ from torch import Tensor
 from dofla.attention import Call, HeadGroup, HybridState, PackedTokens, TokenBuffer, attend, packed, rounded, unpacked
 from dofla.attention.backends import backend_for
 from dofla.feature_maps import FeatureMap, feature_map_class
-from dofla.feature_maps.cost import HeadCost
 
 State = HybridState[TokenBuffer | PackedTokens]
 
@@ -43,10 +42,6 @@ class FeatureHeads(HeadGroup[State]):
         self.features, self.window, self.sinks = features, window, sinks
         self.head_dim, self.value_dim, self.token_dtype = head_dim, value_dim, token_dtype
         self.int8 = token_dtype == "int8" and bool(window or sinks)
-
-    def bytes(self, itemsize: int) -> int:
-        cost = HeadCost.of(self.head_dim, self.value_dim, itemsize, self.token_dtype)
-        return len(self.heads) * cost.total(self.features, self.window, self.sinks)
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
         self.map.reset_parameters(generator)

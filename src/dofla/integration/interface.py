@@ -79,8 +79,8 @@ def dofla_attention(
         )
         run = _outside_the_graph if outside else _run
         exact = _prefills_exactly(layer, query, dofla_entry)
-        options = {"scaling": own_scaling, "weight": weight, "causal": causal, "exact": exact, "room": room}
-        out = run(layer, dofla_entry, asked, key, value, **options)
+        given = layer, dofla_entry, asked, key, value
+        out = run(*given, scaling=own_scaling, weight=weight, causal=causal, exact=exact, room=room)
     out = out.transpose(1, 2).contiguous()
     if not without_gradients:
         return out, None

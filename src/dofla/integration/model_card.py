@@ -65,7 +65,7 @@ def model_card(plan: Plan, record: Record, *, adapter: bool, name: str, tags: Se
     base = record.base_model or Path(plan.model).name
     title = f"{base.rpartition('/')[2] or 'model'}-dofla"
     dtype = getattr(torch, record.dtype, torch.float32)
-    state = plan.state_bytes(dtype) + plan.kept_softmax_bytes(_CONTEXT, dtype)
+    state = plan.cache_bytes(_CONTEXT, dtype)
     data = ModelCardData(
         base_model=record.base_model or None,
         license=record.license.get("license"),

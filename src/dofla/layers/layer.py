@@ -62,10 +62,6 @@ class AttentionLayer(nn.Module):
         """The feature maps of the groups that have one."""
         return [group.map for group in self.groups if isinstance(group, FeatureHeads)]
 
-    def bytes(self, itemsize: int) -> int:
-        """Bytes of the states, per sequence, in a model whose numbers have ``itemsize`` bytes."""
-        return sum(group.bytes(itemsize) for group in self.groups)
-
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
         """Draw all parameters anew, in the order of the groups."""
         for group in self.groups:

@@ -1,5 +1,6 @@
 """Results of converting an attention module: a compressed cache, feature maps, or nothing else than it was."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any, ClassVar
@@ -42,9 +43,9 @@ class LayerPlan:
         """Bytes of the softmax key-value cache for ``length`` tokens, at ``itemsize`` bytes a number."""
         return length * self.kv_heads * itemsize * (self.head_dim + self.value_dim)
 
-    def state_bytes(self, itemsize: int) -> int:
-        """Bytes of state per sequence that do not grow with it."""
-        return 0
+    def cache_bytes(self, length: int, itemsize: int) -> int:
+        """Bytes of what it keeps of a sequence of ``length`` tokens, at ``itemsize`` bytes a number."""
+        return self.softmax_bytes(length, itemsize)
 
     @property
     def largest(self) -> int:
@@ -121,25 +122,29 @@ class CompressedLayer(LayerPlan):
         return [HeadSizes(*own) for own in zip(*(self._per_head(*each) for each in least.items()), strict=True)]
 
     @property
-    def slots(self) -> list[int]:
-        """Tokens that each KV head holds at most."""
-        return [sum(size) for size in self.sizes]
+    def slots(self) -> list[float]:
+        """Tokens that each KV head holds at most; infinity in those that hold every one."""
+        return [math.inf if size.grows else sum(size) for size in self.sizes]
 
     @property
     def largest(self) -> int:
-        return max(self.slots)
+        return max(sum(size) for size in self.sizes)
 
     @property
     def ranges(self) -> dict[str, str]:
-        columns = zip(*((x.window, x.sinks, x.newest + x.heavy_hitters) for x in self.sizes), strict=True)
+        sizes = [(x.window, x.sinks, math.inf if x.grows else x.newest + x.heavy_hitters) for x in self.sizes]
+        columns = zip(*sizes, strict=True)
         return dict(zip(("window", "sinks", f"{self.bits:.10g}-bit"), map(_range, columns), strict=True))
 
-    def state_bytes(self, itemsize: int) -> int:
-        return sum(head_bytes(size, self.head_dim, self.value_dim, self.bits) for size in self.sizes)
+    def cache_bytes(self, length: int, itemsize: int) -> int:
+        return sum(head_bytes(size, self.head_dim, self.value_dim, self.bits, length) for size in self.sizes)
 
 
-def head_bytes(size: HeadSizes, head_dim: int, value_dim: int, bits: float) -> int:
-    """Bytes of the compressed cache of a KV head."""
+def head_bytes(size: HeadSizes, head_dim: int, value_dim: int, bits: float, length: int = 0) -> int:
+    """Bytes of the compressed cache of a KV head: those of a constant size; and of a head that grows, the tokens of a
+    sequence of ``length``, without the free slots for those to come."""
+    if size.grows:
+        size = size._replace(newest=max(0, length - size.window - size.sinks))
     exact = (size.window + size.sinks) * HeadCost.of(head_dim, value_dim, 0, "int8").token
     return exact + (size.newest + size.heavy_hitters) * tier_bytes(head_dim, value_dim, bits)
 
@@ -203,7 +208,7 @@ class FeatureLayer(LayerPlan):
         """The bytes of one of its features and tokens, in a model whose numbers have ``itemsize`` bytes."""
         return HeadCost.of(self.head_dim, self.value_dim, itemsize, self.token_dtype)
 
-    def state_bytes(self, itemsize: int) -> int:
+    def cache_bytes(self, length: int, itemsize: int) -> int:
         return sum(self.cost(itemsize).total(*size) for size in self.sizes)
 
 
@@ -230,6 +235,6 @@ def alike(numbers: Sequence[int]) -> int | list[int]:
     return numbers[0] if len(set(numbers)) == 1 else list(numbers)
 
 
-def _range(numbers: Sequence[int]) -> str:
-    low, high = min(numbers), max(numbers)
-    return f"{low}" if low == high else f"{low}-{high}"
+def _range(numbers: Sequence[float]) -> str:
+    low, high = ("all" if end == math.inf else f"{end}" for end in (min(numbers), max(numbers)))
+    return low if low == high else f"{low}-{high}"

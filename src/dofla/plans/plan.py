@@ -20,6 +20,8 @@ from dofla.storage.files import read_json, write_json
 _FORMAT = 4  # 3 had one kind of layers, with several tiers
 
 
+LENGTHS = (2048, 8192, 32768, 131072)
+"""Tokens of which the bytes of caches that grow are shown."""
 PREFILLS = ("auto", "exact", "sequential")
 """Ways in which several tokens enter a compressed cache: ``exact``, they attend exactly to the cache and to one
 another, and those to retain are selected at the end of the call; ``sequential``, one after the other, as decoding goes
@@ -79,20 +81,25 @@ class Plan(Result):
         return [layer for layer in self.layers if isinstance(layer, FeatureLayer)]
 
     def state_bytes(self, dtype: torch.dtype = torch.float32) -> int:
-        """Bytes of state per sequence, whatever its length, of the layers that do not stay softmax.
+        """Bytes per sequence that do not grow with it.
 
         Features take float32 numbers, exact tokens eight bits or the model's ``dtype``, a tier its bits.
         """
-        return sum(layer.state_bytes(dtype.itemsize) for layer in self.layers)
+        return self.cache_bytes(0, dtype)
+
+    def cache_bytes(self, length: int, dtype: torch.dtype = torch.float32) -> int:
+        """Bytes of what all layers keep of a sequence of ``length`` tokens: constant, but for KV heads that hold every
+        token and layers that stay softmax."""
+        return sum(layer.cache_bytes(length, dtype.itemsize) for layer in self.layers)
+
+    @property
+    def growing(self) -> int:
+        """KV heads that hold every token in a compressed cache."""
+        return sum(size.grows for layer in self.compressed for size in layer.sizes)
 
     def softmax_bytes(self, length: int, dtype: torch.dtype = torch.float32) -> int:
         """Bytes of the key-value cache that softmax attention would keep for ``length`` tokens in all layers."""
         return sum(layer.softmax_bytes(length, dtype.itemsize) for layer in self.layers)
-
-    def kept_softmax_bytes(self, length: int, dtype: torch.dtype = torch.float32) -> int:
-        """Bytes of the key-value cache of the layers that stay softmax, for ``length`` tokens."""
-        kept = (layer for layer in self.layers if isinstance(layer, SoftmaxLayer))
-        return sum(layer.softmax_bytes(length, dtype.itemsize) for layer in kept)
 
     def parts(self) -> Iterator[Part]:
         """The sizes of the layers as tables, those with equal compressed caches in one row, and the bytes of all."""
@@ -117,6 +124,9 @@ class Plan(Result):
         # Exact tokens of feature layers may be in the model's dtype, which a plan does not know.
         depends = any(layer.token_dtype == "model" and any(w or s for _, w, s in layer.sizes) for layer in self.linear)
         yield f"KV cache per sequence: {size(self.state_bytes())}{' in float32' if depends else ''}, {context}"
+        if self.growing:
+            each = ", ".join(f"{size(self.cache_bytes(n) - self.state_bytes())} at {n:,}" for n in LENGTHS)
+            yield f"and of {self.growing} KV heads that hold every token: {each} tokens"
         if self.compressed and "held_out" in self.made_by:
             yield held_out_line(self.made_by["held_out"])
 

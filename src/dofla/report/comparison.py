@@ -6,11 +6,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-import torch
-
 from dofla.display import Part, factor, figure, size, table
 from dofla.evaluation.verdict import LIKENESS, LOSSES, embedding_words, level, likeness_level, verdict, worst_of
-from dofla.plans.plan import Plan
 from dofla.report import charts
 from dofla.report.charts import ORIGINAL, Chart, Row
 from dofla.report.page import Section
@@ -214,10 +211,9 @@ def _bytes(model: ModelRecord) -> list[Row]:
     """Layers kept softmax with their cache at the length of the windows."""
     length, itemsize, rows = model.evaluations[0].get("length", 0), model.itemsize, []
     for n, layer in enumerate(model.plan.layers):
-        kept = Plan([layer]).kept_softmax_bytes(length, torch.int8) * itemsize
         ranges = layer.ranges or {"softmax": "attention"}
         sizes = ", ".join(f"{what} {numbers}" for what, numbers in ranges.items() if numbers not in ("", "0"))
-        rows.append({"layer": n, "name": layer.name, "bytes": layer.state_bytes(itemsize) + kept, "sizes": sizes})
+        rows.append({"layer": n, "name": layer.name, "bytes": layer.cache_bytes(length, itemsize), "sizes": sizes})
     return rows
 
 

@@ -1,6 +1,7 @@
 """Contents of a run folder, read for the report."""
 
 import dataclasses
+import math
 import re
 import statistics
 from collections.abc import Iterator
@@ -37,6 +38,10 @@ def naming(folder: Path) -> Iterator[None]:
     except (KeyError, TypeError, ValueError, AttributeError, IndexError, ArithmeticError) as error:
         what = f"{type(error).__name__}: {error}"
         raise DoflaError(f"{folder} holds a record that is not as dofla writes it ({what}): make it again") from error
+
+
+_FAR = 2**20
+"""Tokens after which what a cache takes for one more is known."""
 
 
 @dataclass
@@ -86,9 +91,9 @@ class ModelRecord:
     @property
     def smaller_from(self) -> int | None:
         """The shortest context, in tokens, at which the original's cache is larger; None if there is none."""
-        constant = sum(layer.state_bytes(self.itemsize) for layer in self.plan.layers)
-        original, kept = (count(1, torch.int8) for count in (self.plan.softmax_bytes, self.plan.kept_softmax_bytes))
-        return constant // (self.itemsize * (original - kept)) + 1 if original > kept else None
+        constant, far = (sum(x.cache_bytes(n, self.itemsize) for x in self.plan.layers) for n in (0, _FAR))
+        spared = self.itemsize * self.plan.softmax_bytes(1, torch.int8) - (far - constant) / _FAR
+        return math.floor(constant / spared) + 1 if spared > 0 else None
 
     @property
     def itemsize(self) -> int:

@@ -28,12 +28,13 @@ from dofla.integration.reading import check_readable
 from dofla.integration.sites import AttentionSite, a_few_tokens, check_kept
 from dofla.integration.weightless import StandInProducts, without_weights
 from dofla.integration.wrapped import unwrapped
-from dofla.plans.plan import Plan
+from dofla.plans.plan import LENGTHS, Plan
 from dofla.runs.calibration import calibration_seconds
 
-LENGTHS = (2_048, 8_192, 32_768)
 COMPRESSED, SOFTMAX, BOUNDED, REFUSED = "compressed", "stays softmax", "already bounded", "refused"
 """The kinds of layers."""
+FOUR_BITS = 4.5 / 16
+"""Bytes of a cache of 4 bits over those in bfloat16: 64 numbers have a scale and a zero point, as in QuantizedCache."""
 _FAILURES = (AttributeError, ImportError, LookupError, RuntimeError, TypeError, ValueError)
 """Errors of models whose forward pass wants more than text."""
 
@@ -54,12 +55,13 @@ class CheckedLayer:
 @dataclass(frozen=True)
 class CacheSize:
     """Bytes per sequence after so many ``tokens``, in bfloat16 where nothing is compressed: ``softmax`` of the
-    original's cache, ``compressed`` of all layers of the other, ``size`` of what was asked for its compressed
-    layers."""
+    original's cache, ``compressed`` of all layers of the other, ``no_eviction`` of one that holds every token, ``size``
+    of what was asked for the compressed layers."""
 
     tokens: int
     softmax: int
     compressed: int
+    no_eviction: int
     size: int
 
     @property
@@ -122,13 +124,15 @@ class Check(Result):
             yield f"{becomes}: {reason}"
 
     def _cache(self) -> Iterator[Part]:
-        shown = table("tokens", "softmax cache", "compressed cache", "factor")
+        shown = table("tokens", "softmax", "4 bits", "no eviction", "compressed", "factor")
         for x in self.cache:
             factor = f"{x.factor:.1f}" if x.factor < 100 else f"{x.factor:.0f}"
-            shown.add_row(f"{x.tokens:,}", size(x.softmax), size(x.compressed), factor)
+            others = (x.softmax, x.softmax * FOUR_BITS, x.no_eviction, x.compressed)
+            shown.add_row(f"{x.tokens:,}", *map(size, others), factor)
         yield shown
         refused = any(x.becomes == REFUSED for x in self.layers)
         yield "per sequence, softmax in bfloat16" + (", refused layers kept softmax" if refused else "")
+        yield "no eviction: evict=False, 3 bits a number; compressed: without heads that hold every token"
         if self.positions is not None and self.positions < max(LENGTHS):
             yield f"the model has {self.positions:,} positions"
 
@@ -195,10 +199,14 @@ def check(
         if any(layer.becomes == COMPRESSED for layer in found.layers):
             kept = [layer.name for layer in found.layers if layer.becomes in (SOFTMAX, REFUSED)]
             target = replace(target, keep_softmax=kept)
+            whole = [_bytes(n, sites, compressed_plan(target, None))[1] for n in LENGTHS]
             for given in asked:
                 with suppress(DoflaError):  # of a size without room for a token of each kind, which is the reason above
                     plan = compressed_plan(target, target.size(given, ratio))
-                    found.cache += [CacheSize(n, *_bytes(n, sites, plan), plan.made_by["size"]) for n in LENGTHS]
+                    found.cache += [
+                        CacheSize(n, *_bytes(n, sites, plan), no_eviction, plan.made_by["size"])
+                        for n, no_eviction in zip(LENGTHS, whole, strict=True)
+                    ]
     found.supported = found.reason is None
     if found.cache:
         dtype = opened.dtype if isinstance(model, nn.Module) else opened.config.dtype
@@ -287,7 +295,7 @@ def _bytes(tokens: int, sites: Mapping[str, AttentionSite], plan: Plan) -> tuple
         own = held * site.kv_heads * (site.head_dim + site.value_dim) * torch.bfloat16.itemsize
         softmax += own
         rest += 0 if site.name in compressed else own
-    return softmax, rest + plan.state_bytes(torch.bfloat16)
+    return softmax, rest + sum(layer.cache_bytes(tokens, torch.bfloat16.itemsize) for layer in plan.compressed)
 
 
 def _count(parameters: float) -> str:

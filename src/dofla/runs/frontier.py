@@ -331,11 +331,12 @@ def _costs(x: Point) -> str:
 def _evaluated(
     compressed: PreTrainedModel, size: int, sets: Mapping[tuple[str, int], TokenWindows], batch_size: int
 ) -> Iterator[Point]:
-    held = Converted.of(compressed).plan.state_bytes(compressed.dtype)
+    plan = Converted.of(compressed).plan
     for (text, length), windows in sets.items():
         with evaluation_mode(compressed):
             figures = next_token_figures(compressed, windows, batch_size=batch_size)
         increase, interval = figures["loss_increase"], figures["loss_increase_interval"]
+        held = plan.cache_bytes(length, compressed.dtype)
         yield Point(size, held, text, length, increase, interval, figures["kl"])
 
 

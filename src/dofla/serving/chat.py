@@ -92,8 +92,7 @@ class Conversation:
         tokens, dtype = len(self._tokens), self.model.dtype
         if is_converted(self.model):
             plan = Converted.of(self.model).plan
-            full = plan.softmax_bytes(tokens, dtype)
-            cache = plan.state_bytes(dtype) + plan.kept_softmax_bytes(tokens, dtype)
+            full, cache = plan.softmax_bytes(tokens, dtype), plan.cache_bytes(tokens, dtype)
         else:
             sites = attention_sites(self.model).values()
             numbers = sum(site.kv_heads * (site.head_dim + site.value_dim) for site in sites)

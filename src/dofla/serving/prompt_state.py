@@ -15,7 +15,6 @@ from dofla.integration.converted import Converted
 from dofla.integration.offload import device_of
 from dofla.integration.positions import text_positions
 from dofla.integration.reading import check_keeps_states, check_readable
-from dofla.layers import AttentionLayer
 from dofla.storage.tensors import read_tensors, write_tensors
 
 _FORMAT = "8"
@@ -78,7 +77,7 @@ def load_state(path: str | Path, model: PreTrainedModel) -> tuple[Tensor, Cache]
     if input_ids is None or input_ids.dtype != torch.int64:
         raise DoflaError(f"{path} is damaged (it holds no tokens): read the prompt again")
     check_readable(model, input_ids, f"{path} is damaged")
-    layers = {m.layer_idx: m.dofla for m in model.modules() if isinstance(getattr(m, "dofla", None), AttentionLayer)}
+    layers: dict[Any, Any] = {m.layer_idx: m.dofla for m in model.modules() if "dofla" in m._modules}
     cache = read_prompt(model, input_ids[:, :1])  # of the same form, and filled with what was saved
     for index, entry in enumerate(cache.layers):
         if isinstance(entry, LinearCacheLayer):

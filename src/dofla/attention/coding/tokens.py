@@ -41,8 +41,8 @@ class CodedTokens(Tensors):
     def with_slots(self, slots: int) -> CodedTokens:
         """The last so many, or these behind free slots."""
         free = slots - len(self)
-        coded = (F.pad(getattr(self, name), (0, 0, free, 0)) for name in ("key", "key_scale", "value", "value_scale"))
-        return CodedTokens(*coded, F.pad(self.score, (free, 0), value=FREE))
+        key, key_scale, value, value_scale = (F.pad(x, (0, 0, free, 0)) for x in [*vars(self).values()][:4])
+        return CodedTokens(key, key_scale, value, value_scale, F.pad(self.score, (free, 0), value=FREE))
 
     def take(self, index: Tensor) -> CodedTokens:
         """The tokens at ``index`` [B, Hkv, m]."""

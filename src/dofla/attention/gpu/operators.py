@@ -34,8 +34,8 @@ def decoders_of(heads: Compressed, layout: Layout) -> list[Decoder]:
 
 @torch.compiler.assume_constant_result
 def prepare(known: int, scaling: float, device: torch.device, count: int) -> None:
-    """Make what :func:`decode_token` looks up, for heads by their id and states of so many bytes, while a graph is traced. A tensor that is made
-    while a CUDA graph is recorded lies in memory of the graph."""
+    """Make what :func:`decode_token` looks up, for heads by their id and states of so many bytes, while a graph is
+    traced. A tensor that is made while a CUDA graph is recorded lies in memory of the graph."""
     weight_steps(scaling, device)
     heads = REGISTERED[known]
     for decoder in decoders_of(heads, heads.layout_of(count)):
