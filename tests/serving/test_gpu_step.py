@@ -31,7 +31,7 @@ def on_a_gpu(model: torch.nn.Module) -> None:
 def test_a_layer_is_one_operator_that_updates_rows_in_place(head_budgets, monkeypatch):
     prepared: list = []
     monkeypatch.setattr(gpu, "_obstacle", lambda: None)
-    monkeypatch.setattr(operators, "decoders_of", lambda heads: prepared.append(heads) or [])
+    monkeypatch.setattr(operators, "decoders_of", lambda heads, layout: prepared.append(heads) or [])
     monkeypatch.setattr(operators, "weight_steps", lambda scaling, device: prepared.append([scaling, device.type]))
     model = compress(teacher("llama").to(torch.bfloat16), tokens(4, 48), tokens=48, head_budgets=head_budgets)
     module = next(module for module in model.modules() if "dofla" in module._modules)

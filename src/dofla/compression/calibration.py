@@ -66,8 +66,7 @@ class Calibration(Result):
         count = count_of(self.attention) if isinstance(retrieval_heads, str) else retrieval_heads
         if not self.shares and not count:
             return None
-        shares = self.shares or {name: [1.0] * own.shape[0] for name, own in self.directions.items()}
-        return HeadBudgets(shares, by_layer(self.retrieval[:count]), self.made_by.get("held_out"))
+        return HeadBudgets(self.shares, by_layer(self.retrieval[:count]), self.made_by.get("held_out"))
 
     def check(self, target: Target) -> None:
         """DoflaError if it is of a model with other attention modules; a warning if of other weights."""

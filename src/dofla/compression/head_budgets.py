@@ -32,8 +32,10 @@ class HeadBudgets:
 
     def record(self) -> dict[str, Any]:
         """Their record in a plan."""
-        found: dict[str, Any] = {"head_budgets": {name: list(own) for name, own in self.shares.items()}}
-        found |= {"held_out": dict(self.held_out)} if self.held_out else {}
+        found: dict[str, Any] = {}
+        if self.shares:
+            found["head_budgets"] = {name: list(own) for name, own in self.shares.items()}
+            found |= {"held_out": dict(self.held_out)} if self.held_out else {}
         return found | ({"retrieval_heads": dict(self.growing)} if self.growing else {})
 
     def divided(
