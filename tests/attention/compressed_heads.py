@@ -66,7 +66,7 @@ def run(heads, inputs, cuts, weight=None, kernels=True, **options):
     """Outputs of a text that is read in pieces, the states after each; and what ran."""
     state, pieces, states = None, [], []
     with pytest.MonkeyPatch.context() as patch, KernelCalls() as calls:
-        patch.setattr("dofla.attention.layout.LEAST_SLOTS", 4)
+        patch.setattr("dofla.attention.layout.LEAST_SLOTS", 16)
         if not kernels:
             patch.setattr(compiled, "usable", lambda *_: False)
         for part in (slice(a, b) for a, b in pairwise(cuts)):

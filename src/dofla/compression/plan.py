@@ -67,9 +67,9 @@ def compressed_plan(
                 for n, x in enumerate(of_layer)
             ]
         except TooSmall:
-            needed = in_bytes(fixed + smallest_size(sites, min(1.0, budgets.least), bits))
+            given, needed = in_bytes(size or 0), in_bytes(fixed + smallest_size(sites, min(1.0, budgets.least), bits))
             raise TooSmall(
-                f"size {in_bytes(size or 0)} is too small for a token of each kind in every KV head: give {needed} or more"
+                f"size {given} is too small for a token of each kind in every KV head: give {needed} or more"
             ) from None
         window, sinks, newest, heavy_hitters = (alike(each) for each in zip(*sizes, strict=True))
         layers.append(CompressedLayer(*shape, window, sinks, newest, heavy_hitters, bits))

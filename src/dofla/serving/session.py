@@ -14,6 +14,7 @@ from transformers.generation import GenerationMode
 
 from dofla.errors import DoflaError, check_numbers
 from dofla.integration.cache import CACHE_ARGUMENT
+from dofla.integration.converted import Converted
 from dofla.integration.positions import read_again, restart_index, text_positions
 from dofla.integration.reading import check_keeps_states
 from dofla.serving.compiled_model import CompiledModel
@@ -66,7 +67,8 @@ class Session:
         read: tokens of the last prompt that had to be read, its very last not counted.
 
     Raises:
-        DoflaError: the model writes no text, or has a cache of its own kind; ``most`` below 1.
+        DoflaError: the model writes no text, or has a cache of its own kind; ``most`` below 1; a compiled model with
+            heads that hold every token and no number of positions.
     """
 
     def __init__(self, model: nn.Module | ContinuousBatching | CompiledModel, most: int = 32) -> None:
@@ -74,7 +76,13 @@ class Session:
         self.model = writing(model if isinstance(model, nn.Module) else model.model)
         check_keeps_states(self.model)
         self._positions = usable_positions(self.model) or sys.maxsize
-        self._static = isinstance(model, CompiledModel)
+        self._static, self._room = isinstance(model, CompiledModel), 1  # at a constant size, for any length
+        if self._static and Converted.of(self.model).plan.growing:
+            if self._positions == sys.maxsize:
+                raise DoflaError(
+                    "the model states no number of positions, for which a compiled cache that grows has room"
+                )
+            self._room = self._positions
         self._writer: Any = model
         self._most, self.read = _SNAPSHOTS * most, 0
         self._lock = threading.Lock()  # of what is known
@@ -133,8 +141,7 @@ class Session:
             cache, read = deepcopy(cache), len(prefix)
         else:
             config, read = self.model.config, first
-            # Where all layers are compressed, a static cache has room for any length.
-            cache = StaticCache(config, max_cache_len=1) if self._static else DynamicCache(config=config)
+            cache = StaticCache(config, max_cache_len=self._room) if self._static else DynamicCache(config=config)
         self.read = len(tokens) - read
         if self.read:
             read_prompt(self.model, input_ids[:, read:-1], chunk=_PIECE, cache=cache)
