@@ -71,8 +71,8 @@ def run(heads, inputs, cuts, weight=None, kernels=True, **options):
             patch.setattr(compiled, "usable", lambda *_: False)
         for part in (slice(a, b) for a, b in pairwise(cuts)):
             own = None if weight is None else weight[:, part]
-            options = {"room": part.stop} | options
-            out, state = step(heads, [x[:, :, part] for x in inputs], state, own, **options)
+            given = {"room": part.stop} | options
+            out, state = step(heads, [x[:, :, part] for x in inputs], state, own, **given)
             pieces.append(out)
             states.append(state)
     return torch.cat(pieces, 2), states, calls

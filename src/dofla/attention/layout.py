@@ -158,7 +158,8 @@ class Layout:
             for dim in (key_dim, value_dim):
                 blocks = dim // block_size(dim)
                 dims += [dim, token_bytes(dim, bits) - blocks, blocks]
-            groups.append(Group._make((len(heads), *size[:3], slots, int(size.grows), *dims, ())))
+            newest = 1 if size.grows else size.newest
+            groups.append(Group._make((len(heads), *size[:2], newest, slots, int(size.grows), *dims, ())))
         self._rows = Rows([(part.shape(group), part.dtype) for group in groups for part in PARTS.values()])
         self.bytes = self._rows.bytes
         starts = [tuple(own) for own in self._by_group(self._rows.starts)]

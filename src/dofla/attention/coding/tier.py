@@ -31,7 +31,8 @@ class Tier(nn.Module):
 
     def __init__(self, heads: int, head_dim: int, value_dim: int, newest: int, heavy_hitters: int, bits: float) -> None:
         super().__init__()
-        self.newest, self.grows = newest, not heavy_hitters
+        self.grows = not heavy_hitters
+        self.newest = 1 if self.grows else newest
         self.key, self.value = Coder(heads, head_dim, bits), Coder(heads, value_dim, bits)
 
     def reset(self) -> None:

@@ -35,9 +35,10 @@ class Compiled(Backend):
     ) -> tuple[Tensor, CompressedState] | None:
         if call.query.shape[-2] == 0:
             return None
+        rows = state.rows if call.in_place else state.rows.clone()
         # As `.default`, which torch finds sooner.
-        out, rows = torch.ops.dofla.read_compressed.default(
-            *call.vectors, call.log_weight, state.rows, *_of_layer(heads, call, state.rows)
+        out = torch.ops.dofla.read_compressed.default(
+            *call.vectors, call.log_weight, rows, *_of_layer(heads, call, rows)
         )
         return out, CompressedState(rows)
 

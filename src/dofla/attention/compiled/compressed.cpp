@@ -2,11 +2,9 @@
 #include "decoding.h"
 #include "prefill.h"
 
-#include <ATen/ops/zeros.h>
 #include <torch/library.h>
 
 #include <algorithm>
-#include <tuple>
 
 namespace dofla::cache {
 namespace {
@@ -45,21 +43,20 @@ at::Tensor output(const at::Tensor& query, const at::Tensor& value) {
   return at::empty({query.size(0), query.size(2), query.size(1), value.size(3)}, value.options()).transpose(1, 2);
 }
 
-// query [B, H, L, d], key [B, Hkv, L, d], value [B, Hkv, L, dv], the state before [B, bytes]. Returns the output [B, H, L, dv]
-// and the state after. A vector that holds NaN or infinity, which codes cannot keep, is kept as zeros, and the output is NaN: of
+// query [B, H, L, d], key [B, Hkv, L, d], value [B, Hkv, L, dv], the states [B, bytes], which are updated. Returns the output
+// [B, H, L, dv]. A vector that holds NaN or infinity, which codes cannot keep, is kept as zeros, and the output is NaN: of
 // a query its own row, of a key or a value those of its head from its token on. For torch.compile, shapes.py says shapes again.
-std::tuple<at::Tensor, at::Tensor> read_compressed(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
-                                                   const std::optional<at::Tensor>& log_weight, const at::Tensor& state,
-                                                   const Tensors& keys, const Tensors& values, const at::Tensor& tables,
-                                                   double scaling, const Integers64& heads, const Integers64& numbers) {
+at::Tensor read_compressed(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
+                           const std::optional<at::Tensor>& log_weight, const at::Tensor& state, const Tensors& keys,
+                           const Tensors& values, const at::Tensor& tables, double scaling, const Integers64& heads,
+                           const Integers64& numbers) {
   const Groups groups{heads, numbers, keys, values, tables, scaling};
   groups.check(key);
   const at::Tensor out = output(query, value);
-  const States states(state);
   std::vector<Job> jobs;
-  groups.add(jobs, query, key, value, log_weight, states, out);
+  groups.add(jobs, query, key, value, log_weight, States(state), out);
   query.size(2) == 1 ? decode(jobs) : prefill(jobs);
-  return {out, states.after};
+  return out;
 }
 
 // Sequences of different lengths, one after the other: query [1, H, L, d], key [1, Hkv, L, d], value [1, Hkv, L, dv], of which
@@ -100,8 +97,8 @@ at::Tensor read_pages(const at::Tensor& query, const at::Tensor& key, const at::
 
 TORCH_LIBRARY_FRAGMENT(dofla, library) {
   library.def(
-      "read_compressed(Tensor query, Tensor key, Tensor value, Tensor? log_weight, Tensor state, Tensor[] keys, Tensor[] values, "
-      "Tensor tables, float scaling, int[] heads, int[] groups) -> (Tensor, Tensor)");
+      "read_compressed(Tensor query, Tensor key, Tensor value, Tensor? log_weight, Tensor(a!) state, Tensor[] keys, Tensor[] values, "
+      "Tensor tables, float scaling, int[] heads, int[] groups) -> Tensor");
   library.impl("read_compressed", c10::DispatchKey::CPU, &read_compressed);
   library.def(
       "read_pages(Tensor query, Tensor key, Tensor value, Tensor(a!) pool, Tensor pages, int[] starts, Tensor[] keys, "

@@ -20,21 +20,18 @@ class Decoder {
         mass_(group.groups), best_(group.groups), whole_(group.groups), vector_(wide_.size()),
         scores_(group.groups * group.columns()) {}
 
-  // The state after; false if the key or the value holds NaN or infinity.
+  // Puts the token into the state; false if the key or the value holds NaN or infinity.
   bool code(std::int64_t n, std::int64_t h) {
     const Group& group = group_;
     const std::int64_t last = group.window.count - 1, count = group.tier.count;
-    copy(group.window, group.window_after, n, h, 1, 0, last);
-    const bool hidden = group.window_after.log_weights(n)[last] <= kLogZero;
-    const bool finite = pack(group, 0, hidden, group.window_after, last, n, h, vector_);
-    for (std::int64_t place = 0; group.sinks && place < group.sinks->count; ++place) {
-      if (group.sources[n * group.sinks->count + place] == 0) copy(group.window, *group.sinks_after, n, h, 0, place, 1);
-    }
     const std::int64_t leaves = select_evicted(n, h);
-    copy(group.tier, group.tier_after, n, h, 0, 0, leaves);
-    copy(group.tier, group.tier_after, n, h, leaves + 1, leaves, count - 1 - leaves);
-    enter(group, group.window, 0, group.tier_after, count - 1, n, h, wide_);
-    return finite;
+    copy(group.tier, group.tier, n, h, leaves + 1, leaves, count - 1 - leaves);
+    enter(group, group.window, 0, group.tier, count - 1, n, h, wide_);
+    for (std::int64_t place = 0; group.sinks && place < group.sinks->count; ++place) {
+      if (group.sources[n * group.sinks->count + place] == 0) copy(group.window, *group.sinks, n, h, 0, place, 1);
+    }
+    copy(group.window, group.window, n, h, 1, 0, last);
+    return pack(group, 0, group.window.log_weights(n)[last] <= kLogZero, group.window, last, n, h, vector_);
   }
 
   // Output rows of the query heads; rows of NaN if the token is not `finite`, or the query.
@@ -73,14 +70,14 @@ class Decoder {
 
   // The scores of the tier's tokens after the queries.
   void draw(std::int64_t n, std::int64_t h) {
-    const Tokens& after = group_.tier_after;
+    const Tokens& tier = group_.tier;
     if (group_.scored(n, 0)) {
       for (std::int64_t g = 0; g < group_.groups; ++g) drawing_.take(g, &queries_[g * group_.keys.dim]);
       const std::int64_t start = hidden_;
-      drawing_.measure(after, n, h, group_.groups, after.count - start, [&](std::int64_t t) { return start + t; });
-      drawing_.draw(0, after.count - start, &drawn_[start]);
+      drawing_.measure(tier, n, h, group_.groups, tier.count - start, [&](std::int64_t t) { return start + t; });
+      drawing_.draw(0, tier.count - start, &drawn_[start]);
     }
-    std::copy_n(drawn_.begin(), after.count, after.scores(n, h));
+    std::copy_n(drawn_.begin(), tier.count, tier.scores(n, h));
   }
 
   void score(std::int64_t n, std::int64_t h) {
@@ -97,9 +94,9 @@ class Decoder {
           for (std::int64_t i = 0; i < g; ++i) weigh_exact(tokens, n, to + i * columns_);
           to += whole_lanes(tokens.count);
         };
-        exact(group.window_after);
-        if (group.sinks) exact(*group.sinks_after);
-        const Tokens& tier = group.tier_after;
+        exact(group.window);
+        if (group.sinks) exact(*group.sinks);
+        const Tokens& tier = group.tier;
         coding::scores<block, g>(coder, tier.row<std::uint8_t>(0, n, h, hidden_), tier.row<std::uint8_t>(1, n, h, hidden_),
                                  tier.count - hidden_, rotated, to, columns_);
         for (std::int64_t i = 0; i < g; ++i) weigh_coded(beside_[first + i], to + i * columns_);
@@ -146,11 +143,11 @@ class Decoder {
                                     tokens.count, weights, columns_, to);
           weights += whole_lanes(tokens.count);
         };
-        exact(group.window_after);
-        if (group.sinks) exact(*group.sinks_after);
+        exact(group.window);
+        if (group.sinks) exact(*group.sinks);
         const std::int64_t coded = columns_ - (weights - &scores_[first * columns_]);
         for (std::int64_t i = 0; i < g; ++i) mass_[first + i] = sum(weights + i * columns_, coded);
-        const Tokens& tier = group.tier_after;
+        const Tokens& tier = group.tier;
         coding::weighed<block, g>(coder, tier.row<std::uint8_t>(2, n, h, hidden_), tier.row<std::uint8_t>(3, n, h, hidden_),
                                   tier.count - hidden_, weights, columns_, rotated);
         coding::unrotate<block, g>(coder, rotated, &mass_[first], to);

@@ -25,8 +25,8 @@ struct Group {
   Vectors query, key, value;
   Coders keys, values;
   States states;
-  Tokens window, window_after, tier, tier_after;
-  std::optional<Tokens> sinks, sinks_after;
+  Tokens window, tier;
+  std::optional<Tokens> sinks;
   // Queries as integers (coding/heavy_hitters.py).
   float step;                          // of the logarithm of a weight, for a product of a query and a key
   std::int64_t stride;                 // of vectors of pairs of `rotation`
@@ -76,26 +76,19 @@ struct Group {
     TORCH_CHECK(keys.head(0).bytes() == g.key_bytes && values.head(0).bytes() == g.value_bytes &&
                     keys.dim / keys.block == g.key_blocks && values.dim / values.block == g.value_blocks,
                 "coders are of other sizes");
-    const at::Tensor &before = states.before, &after = states.after;
-    TORCH_CHECK(before.scalar_type() == at::kByte && before.size(0) == batch, "a state is a row of bytes");
-    const auto tokens = [&](std::int64_t count, const Starts& starts, const Widths& widths, const at::Tensor& memory,
-                            const std::int64_t* pages) {
-      return Tokens{g.kv_heads, count, starts, widths, static_cast<char*>(memory.data_ptr()), memory.stride(0), pages};
-    };
-    const auto both = [&](Tokens& held, Tokens& held_after, std::int64_t count, const Starts& starts, const Widths& widths) {
-      held = tokens(count, starts, widths, before, nullptr);
-      held_after = tokens(count, starts, widths, after, states.pages);
+    const at::Tensor& rows = states.rows;
+    TORCH_CHECK(states.count() == batch, "each sequence has a state");
+    const auto tokens = [&](std::int64_t count, const Starts& starts, const Widths& widths) {
+      return Tokens{g.kv_heads, count, starts, widths, static_cast<char*>(rows.data_ptr()), rows.stride(0), states.pages()};
     };
     const Widths exact{g.key_dim, 1, g.value_dim, 1}, coded{g.key_bytes, g.key_blocks, g.value_bytes, g.value_blocks};
-    both(window, window_after, g.window,
-         {g.window_key, g.window_key_exponent, g.window_value, g.window_value_exponent, g.window_log_weight}, exact);
+    window = tokens(g.window, {g.window_key, g.window_key_exponent, g.window_value, g.window_value_exponent, g.window_log_weight}, exact);
     if (g.sinks) {
-      both(sinks.emplace(), sinks_after.emplace(), g.sinks,
-           {g.sink_key, g.sink_key_exponent, g.sink_value, g.sink_value_exponent, g.sink_log_weight}, exact);
+      sinks = tokens(g.sinks, {g.sink_key, g.sink_key_exponent, g.sink_value, g.sink_value_exponent, g.sink_log_weight}, exact);
     }
-    both(tier, tier_after, g.slots, {g.tier_key, g.tier_key_scale, g.tier_value, g.tier_value_scale, g.tier_score}, coded);
+    tier = tokens(g.slots, {g.tier_key, g.tier_key_scale, g.tier_value, g.tier_value_scale, g.tier_score}, coded);
     const std::int64_t end = g.tier_score + g.kv_heads * g.slots * static_cast<std::int64_t>(sizeof(std::int16_t));
-    TORCH_CHECK(end <= before.size(1), "the state is another layer's");
+    TORCH_CHECK(end <= rows.size(1), "the state is another layer's");
   }
 
   // The new tokens go into the window at one end; what goes out at the other becomes a sink, or enters the tier.
@@ -108,7 +101,7 @@ struct Group {
       std::copy_n(window.log_weights(n), held, row);
       given ? std::copy_n(given + n * length, length, row + held) : std::fill_n(row + held, length, 0.0f);
       std::copy_n(row, length, entering.begin() + n * length);
-      std::copy_n(row + length, held, window_after.log_weights(n));
+      std::copy_n(row + length, held, window.log_weights(n));
     }
     take_sinks();
   }
@@ -118,15 +111,13 @@ struct Group {
     if (!sinks) return;
     sources.assign(batch * sinks->count, -1);
     for (std::int64_t n = 0; n < batch; ++n) {
-      const float* held = sinks->log_weights(n);
-      std::copy_n(held, sinks->count, sinks_after->log_weights(n));
-      for (std::int64_t h = 0; h < keys.heads; ++h) copy(*sinks, *sinks_after, n, h, 0, 0, sinks->count);
+      float* held = sinks->log_weights(n);
       std::int64_t place = std::count_if(held, held + sinks->count, [](float x) { return x > kLogZero; });
       for (std::int64_t i = 0; i < length && place < sinks->count; ++i) {
         float& log_weight = entering[n * length + i];
         if (log_weight <= kLogZero) continue;
         sources[n * sinks->count + place] = i;
-        sinks_after->log_weights(n)[place++] = log_weight;
+        held[place++] = log_weight;
         log_weight = kLogZero;
       }
     }

@@ -190,7 +190,6 @@ struct Evictions {
 
 // heavy_hitters.select_survivors of a KV head, and the tier after it.
 inline void select_survivors(const Group& group, const Tokens& line, std::int64_t n, std::int64_t h, Drawing& drawing, Evictions& evictions) {
-  const Tokens& after = group.tier_after;
   const std::int64_t count = evictions.places, length = evictions.length, unit = n * line.heads + h;
   const float* entering = &group.entering[n * length];
   std::int32_t* until = evictions.until_of(unit);
@@ -225,8 +224,8 @@ inline void select_survivors(const Group& group, const Tokens& line, std::int64_
       score[next++] = score[t];
     }
   }
-  for (std::int64_t t = 0; t < count; ++t) copy(line, after, n, h, place[t], t, 1);
-  std::copy_n(score.begin(), count, after.scores(n, h));
+  for (std::int64_t t = 0; t < count; ++t) copy(line, group.tier, n, h, place[t], t, 1);
+  std::copy_n(score.begin(), count, group.tier.scores(n, h));
 }
 
 }  // namespace dofla::cache

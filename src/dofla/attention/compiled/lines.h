@@ -92,10 +92,10 @@ inline std::vector<std::int64_t> code(const Group& group, const Lines& lines) {
     const std::int64_t n = unit / heads, h = unit % heads;
     const auto first = unsound.begin() + unit * length;
     sound[unit] = std::find(first, first + length, 1) - first;
-    copy(lines.window, group.window_after, n, h, length, 0, window);
+    copy(lines.window, group.window, n, h, length, 0, window);
     for (std::int64_t place = 0; group.sinks && place < group.sinks->count; ++place) {
       const std::int64_t source = group.sources[n * group.sinks->count + place];
-      if (source >= 0) copy(lines.window, *group.sinks_after, n, h, source, place, 1);
+      if (source >= 0) copy(lines.window, *group.sinks, n, h, source, place, 1);
     }
   }
   return sound;

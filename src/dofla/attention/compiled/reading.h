@@ -195,7 +195,7 @@ class Reader {
   }
 
   void score_sinks(std::int64_t n, std::int64_t h, std::int64_t first, std::int64_t rows) {
-    const Tokens& sinks = *group_.sinks_after;
+    const Tokens& sinks = *group_.sinks;
     unpack_sinks(sinks, n, h, 0);
     const Real* keys = operands_.across(vectors_.data(), sink_columns_, dim_);
     matmul(rows_, sink_columns_, dim_, rotated_query_, dim_, keys, sink_columns_, &scores_[columns_], stride_, false);
@@ -227,7 +227,7 @@ class Reader {
       matmul(rows_, value_dim_, band->columns, weights + band->start, stride_, values, value_dim_, to.data(), value_dim_, false);
     }
     if (!sink_columns_) return;
-    unpack_sinks(*group_.sinks_after, n, h, 2);
+    unpack_sinks(*group_.sinks, n, h, 2);
     const Real* values = operands_.along(vectors_.data(), sink_columns_, value_dim_);
     matmul(rows_, value_dim_, sink_columns_, weights + columns_, stride_, values, value_dim_, out_.data(), value_dim_, true);
   }

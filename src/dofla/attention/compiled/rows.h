@@ -90,7 +90,7 @@ struct Tokens {
 inline void copy(const Tokens& from, const Tokens& to, std::int64_t n, std::int64_t h, std::int64_t first,
                  std::int64_t place, std::int64_t count) {
   for (std::int64_t part = 0; part < 4; ++part) {
-    std::memcpy(to.row<char>(part, n, h, place), from.row<char>(part, n, h, first), count * from.widths[part]);
+    std::memmove(to.row<char>(part, n, h, place), from.row<char>(part, n, h, first), count * from.widths[part]);
   }
 }
 

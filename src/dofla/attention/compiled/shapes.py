@@ -5,18 +5,8 @@ from torch import Tensor
 
 
 @torch.library.register_fake("dofla::read_compressed")
-def _read_compressed(
-    query: Tensor, key: Tensor, value: Tensor, log_weight: Tensor | None, state: Tensor, *rest: object
-) -> tuple[Tensor, Tensor]:
-    return _output(query, value), state.new_empty(state.shape)
-
-
 @torch.library.register_fake("dofla::read_pages")
-def _read_pages(query: Tensor, key: Tensor, value: Tensor, *rest: object) -> Tensor:
-    return _output(query, value)
-
-
-def _output(query: Tensor, value: Tensor) -> Tensor:
+def _attention(query: Tensor, key: Tensor, value: Tensor, *rest: object) -> Tensor:
     batch, heads, length, _ = query.shape
     return value.new_empty(batch, length, heads, value.shape[3]).transpose(1, 2)
 

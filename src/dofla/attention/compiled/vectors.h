@@ -59,20 +59,16 @@ class Vectors {
   bool half_;
 };
 
-// The states of a call: [B, bytes], made anew by the call; or rows `pages` [B] of a pool [P, bytes], which the call updates.
-// Those before are copied first, as tokens move within a state.
+// The states of a call, which it updates: rows [B, bytes]; or those `pages` [B] of a pool [P, bytes].
 struct States {
-  at::Tensor before, after;
-  const std::int64_t* pages = nullptr;
+  at::Tensor rows, of_sequences;
 
-  explicit States(const at::Tensor& given) : before(given.contiguous()), after(at::empty(before.sizes(), before.options())) {
-    std::memset(after.mutable_data_ptr(), 0, after.numel());  // between the parts as well: equal states have equal bytes
+  explicit States(const at::Tensor& rows, const at::Tensor& of_sequences = {}) : rows(rows), of_sequences(of_sequences) {
+    TORCH_CHECK(rows.scalar_type() == at::kByte && rows.stride(1) == 1, "a state is a row of bytes, one after the other");
   }
 
-  States(const at::Tensor& pool, const at::Tensor& of_sequences)
-      : before(at::index_select(pool, 0, of_sequences)), after(pool), pages(of_sequences.const_data_ptr<std::int64_t>()) {
-    TORCH_CHECK(pool.stride(1) == 1, "bytes of a state must be contiguous");
-  }
+  std::int64_t count() const { return of_sequences.defined() ? of_sequences.numel() : rows.size(0); }
+  const std::int64_t* pages() const { return of_sequences.defined() ? of_sequences.const_data_ptr<std::int64_t>() : nullptr; }
 };
 
 }  // namespace dofla::cache
