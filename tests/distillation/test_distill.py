@@ -306,8 +306,6 @@ def rewrite(path, change):
     "damage",
     [
         lambda path: path.write_bytes(path.read_bytes()[:1000]),
-        lambda path: path.write_bytes(b"not a state"),
-        lambda path: path.write_bytes(b""),
         lambda path: rewrite(path, lambda tensors, metadata: tensors.pop("curve")),
         lambda path: rewrite(
             path, lambda tensors, metadata: tensors.pop("model.layers.1.self_attn.groups.0.map.z:exp_avg")
@@ -316,7 +314,7 @@ def rewrite(path, change):
         lambda path: rewrite(path, lambda tensors, metadata: metadata.pop("settings")),
         lambda path: rewrite(path, lambda tensors, metadata: metadata.update(settings="{")),
     ],
-    ids=["cut off", "other bytes", "empty", "no curve", "no moment", "no weights", "no settings", "half the settings"],
+    ids=["cut off", "no curve", "no moment", "no weights", "no settings", "half the settings"],
 )
 def test_a_damaged_state_is_one_line_naming_the_file(tiny, finished, tmp_path, damage):
     folder = shutil.copytree(finished, tmp_path / "run")
@@ -365,11 +363,7 @@ def test_nan_names_layer_and_step_saves_nothing_of_it_and_leaves_nothing_behind(
         ({"loss": "huber"}, "unknown loss 'huber': choose one of direct, l2, output, softmax"),
         ({"schedule": "linear"}, "unknown schedule 'linear': choose one of constant, cosine"),
         ({"batch_size": 3, "accumulate": 3}, "8 windows are too few for one step of 9"),
-        ({"batch_size": 0}, "batch_size is 0"),
-        ({"accumulate": 0}, "accumulate is 0"),
-        ({"epochs": 0}, "epochs is 0"),
-        ({"steps": 0}, "steps is 0"),
-        ({"rows": 0}, "rows is 0"),
+        *(({name: 0}, f"{name} is 0") for name in ("batch_size", "accumulate", "epochs", "steps", "rows")),
         ({"checkpoint_every": 0}, "checkpoint_every is 0"),
         ({"learning_rates": {"beta": 1.0}}, "learning_rates names 'beta': the feature maps have log_alpha, z"),
         ({"learning_rates": {"z": 0.0}}, "the learning rate of 'z' is 0.0"),

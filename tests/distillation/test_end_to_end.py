@@ -299,10 +299,7 @@ def test_an_interrupted_run_ends_as_if_it_had_not_been(tiny, tmp_path, weights, 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"steps": 0}, "steps is 0: give 1 or more"),
-        ({"batch_size": 0}, "batch_size is 0"),
-        ({"accumulate": 0}, "accumulate is 0"),
-        ({"lora_rank": 0}, "lora_rank is 0"),
+        *(({name: 0}, f"{name} is 0: give 1 or more") for name in ("steps", "batch_size", "accumulate", "lora_rank")),
         ({"checkpoint_every": 0}, "checkpoint_every is 0"),
         ({"weights": "some"}, "unknown weights 'some': choose one of all, lora, maps"),
         ({"schedule": "linear"}, "unknown schedule 'linear'"),
