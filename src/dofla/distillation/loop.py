@@ -46,7 +46,6 @@ def distill(
     rows: int | None = 64,
     learning_rates: Mapping[str, float] | None = None,
     schedule: str = "cosine",
-    own_inputs: float = 0.0,
     from_data: bool = True,
     context: int | None = None,
     seed: int = 0,
@@ -79,9 +78,6 @@ def distill(
             all (None); of ``softmax`` an unbiased estimate. ``direct`` sees all in any case.
         learning_rates: by parameter name, over the feature map's own.
         schedule: a name in :data:`dofla.distillation.SCHEDULES`: ``cosine``, falling to 0, or ``constant``.
-        own_inputs: share of the steps, at the end, in which layers are trained on the queries and keys that they get
-            in the student, behind linear layers, towards the attention that the teacher has there. Such a step takes
-            two forwards. Not for ``direct``, which never does otherwise.
         from_data: let maps that start from data do so.
         context: read the windows as if they began anywhere among so many positions (of models with rotary ones, where
             the teacher does not notice). A student that training showed the first L alone is lost beyond them; one with
@@ -107,8 +103,6 @@ def distill(
     windows = windows_for(student, windows)
     check_numbers(epochs=epochs, batch_size=batch_size, accumulate=accumulate, checkpoint_every=checkpoint_every)
     check_numbers(**{k: v for k, v in (("steps", steps), ("rows", rows)) if v is not None})
-    if not 0 <= own_inputs <= 1 or (own_inputs and loss == DIRECT):
-        raise DoflaError(f"own_inputs is {own_inputs}, loss {loss!r}: give a share of the steps, 0 to 1 (0 for direct)")
     context = context_of(handle, windows, context)
     batches = Batches(windows, batch_size * world_size(), accumulate, seed, context)
     if 0 < (left := len(windows) % batches.batch_size) < world_size():
@@ -120,7 +114,7 @@ def distill(
     rates = dict(learning_rates or {})
     settings: dict[str, Any] = {"loss": loss, "steps": steps, "batch_size": batches.batch_size}
     settings |= {"accumulate": accumulate, "rows": rows, "seed": seed, "learning_rates": rates, "schedule": schedule}
-    settings |= {"own_inputs": own_inputs, "from_data": from_data, "context": context}
+    settings |= {"from_data": from_data, "context": context}
     identity = settings | {"plan": handle.plan.to_dict()["layers"]}
     layers, columns = handle.layers, [DIRECT] if loss == DIRECT else list(handle.layers)
     descent = Descent(groups_of(layers, rates), schedule, steps)
@@ -136,15 +130,8 @@ def distill(
             if loss == DIRECT:
                 losses = next_token_gradients(student, layers, of_step)
             else:
-                losses = layerwise_gradients(
-                    student,
-                    layers,
-                    of_step,
-                    loss=loss,
-                    rows=rows,
-                    generator=partial(generator_of, seed, step),
-                    own_inputs=step >= steps * (1 - own_inputs),
-                )
+                draws = partial(generator_of, seed, step)
+                losses = layerwise_gradients(student, layers, of_step, loss=loss, rows=rows, generator=draws)
             for name, value in losses.items():
                 if not math.isfinite(value):
                     what = "next-token loss" if name == DIRECT else f"loss of layer {name}"
