@@ -359,7 +359,6 @@ def test_nan_names_layer_and_step_saves_nothing_of_it_and_leaves_nothing_behind(
     ("options", "message"),
     [
         ({"loss": "huber"}, "unknown loss 'huber': choose one of direct, l2, output, softmax"),
-        ({"schedule": "linear"}, "unknown schedule 'linear': choose one of constant, cosine"),
         ({"batch_size": 3, "accumulate": 3}, "8 windows are too few for one step of 9"),
         *(({name: 0}, f"{name} is 0") for name in ("batch_size", "accumulate", "epochs", "steps", "rows")),
         ({"checkpoint_every": 0}, "checkpoint_every is 0"),

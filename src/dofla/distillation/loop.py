@@ -14,7 +14,7 @@ from dofla.data import Images, TokenWindows
 from dofla.display import Bar, reports_progress
 from dofla.distillation.calibrate import calibrate
 from dofla.distillation.checkpoint import Checkpoint
-from dofla.distillation.descent import SCHEDULES, Descent, groups_of
+from dofla.distillation.descent import Descent, groups_of
 from dofla.distillation.distributed import add_gradients, to_device
 from dofla.distillation.gradients import DIRECT, layerwise_gradients, next_token_gradients
 from dofla.distillation.history import History
@@ -45,7 +45,6 @@ def distill(
     accumulate: int = 1,
     rows: int | None = 64,
     learning_rates: Mapping[str, float] | None = None,
-    schedule: str = "cosine",
     from_data: bool = True,
     context: int | None = None,
     seed: int = 0,
@@ -76,8 +75,7 @@ def distill(
         accumulate: forward passes per optimizer step.
         rows: query rows per window that the loss looks at, drawn anew each time, at a fraction of the cost of
             all (None); of ``softmax`` an unbiased estimate. ``direct`` sees all in any case.
-        learning_rates: by parameter name, over the feature map's own.
-        schedule: a name in :data:`dofla.distillation.SCHEDULES`: ``cosine``, falling to 0, or ``constant``.
+        learning_rates: by parameter name, over the feature map's own; they fall to 0 along a cosine.
         from_data: let maps that start from data do so.
         context: read the windows as if they began anywhere among so many positions (of models with rotary ones, where
             the teacher does not notice). A student that training showed the first L alone is lost beyond them; one with
@@ -91,7 +89,7 @@ def distill(
             called with (step, steps, loss of each layer) after each step.
 
     Raises:
-        DoflaError: not linearized; offloaded; unknown loss, schedule or parameter; ``direct`` for a model that predicts
+        DoflaError: not linearized; offloaded; unknown loss or parameter; ``direct`` for a model that predicts
             no next token; a number out of range; fewer windows than one step takes; a loss
             that is not finite, naming layer and step (nothing of that step is saved); a folder holding a run of other
             settings; a last batch with fewer windows than there are processes.
@@ -99,7 +97,6 @@ def distill(
     handle = Converted.of(student)
     check_in_memory(student, "training")
     check_choice("loss", loss, sorted([*LOSSES, DIRECT]))
-    check_choice("schedule", schedule, sorted(SCHEDULES))
     windows = windows_for(student, windows)
     check_numbers(epochs=epochs, batch_size=batch_size, accumulate=accumulate, checkpoint_every=checkpoint_every)
     check_numbers(**{k: v for k, v in (("steps", steps), ("rows", rows)) if v is not None})
@@ -113,11 +110,11 @@ def distill(
     steps = steps or epochs * batches.per_epoch
     rates = dict(learning_rates or {})
     settings: dict[str, Any] = {"loss": loss, "steps": steps, "batch_size": batches.batch_size}
-    settings |= {"accumulate": accumulate, "rows": rows, "seed": seed, "learning_rates": rates, "schedule": schedule}
+    settings |= {"accumulate": accumulate, "rows": rows, "seed": seed, "learning_rates": rates}
     settings |= {"from_data": from_data, "context": context}
     identity = settings | {"plan": handle.plan.to_dict()["layers"]}
     layers, columns = handle.layers, [DIRECT] if loss == DIRECT else list(handle.layers)
-    descent = Descent(groups_of(layers, rates), schedule, steps)
+    descent = Descent(groups_of(layers, rates), steps)
     checkpoint = Checkpoint(folder, identity, windows, checkpoint_every, layers, descent.optimizer, columns)
     to_device(student)
 
