@@ -12,7 +12,6 @@ from dofla.paper.error_curve import (
     best_rank_errors,
     error_curve,
     features_needed,
-    rank_correlation,
     theorem_errors,
 )
 from dofla.paper.sampling import leverage_features
@@ -147,10 +146,3 @@ def test_leverage_needs_a_bounded_number_however_long_the_vectors():
     assert 0 < features_needed(x, SCALING, "leverage") < bound
     assert features_needed(x, SCALING, "iid") > 1e200
     assert features_needed(2 * x, SCALING, "iid") == math.inf
-
-
-def test_rank_correlation_by_hand():
-    assert rank_correlation([1.0, 2.0, 3.0], [10.0, 20.0, math.inf]) == pytest.approx(1.0)
-    assert rank_correlation([1.0, 2.0, 3.0], [3.0, 2.0, 1.0]) == pytest.approx(-1.0)
-    # Ranks 0 1 2 3 and 0.5 0.5 2 3: 4.5 / √(5 · 4.5)
-    assert rank_correlation([1.0, 2.0, 3.0, 4.0], [1.0, 1.0, 2.0, 3.0]) == pytest.approx(4.5 / math.sqrt(22.5))

@@ -3,7 +3,6 @@
 import copy
 import statistics
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import asdict
 from itertools import chain
 from typing import Any
@@ -151,15 +150,14 @@ def _finetuned(bench: Bench, spec: StudentSpec | None) -> list[Cell]:
 
 
 def _finetune(bench: Bench, spec: StudentSpec | None, seed: int, name: str) -> dict[str, Any]:
-    home = bench.students.home(spec, seed) if spec else bench.folder / "teacher"
-    path = home / f"finetuned-{name}{'' if spec else f'-seed{seed}'}.json"
+    who = spec.name if spec else "Original"
 
-    if not path.exists():
-        who = spec.name if spec else "Original"
-        with bench.students.made(spec, seed) if spec else nullcontext(bench.students.opened.model) as model:
-            # Fine-tuning changes the weights, so it gets a copy.
-            bench.measured(path, lambda: _learned(bench, copy.deepcopy(model), seed, name, who))
-    return bench.measured(path, dict)
+    def measure(model: PreTrainedModel) -> dict[str, Any]:
+        return _learned(bench, copy.deepcopy(model), seed, name, who)  # a copy, for it changes the weights
+
+    if spec is None:
+        return bench.of_teacher(f"finetuned-{name}-seed{seed}", measure)
+    return bench.of_student(spec, seed, f"finetuned-{name}", measure)
 
 
 def _learned(bench: Bench, model: PreTrainedModel, seed: int, name: str, who: str) -> dict[str, Any]:

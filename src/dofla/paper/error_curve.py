@@ -23,7 +23,6 @@ from torch import Tensor
 
 from dofla.attention import log_kernel
 from dofla.errors import DoflaError, check_choice
-from dofla.evaluation.embeddings import spearman
 from dofla.feature_maps.projections import orthogonal_gaussian
 from dofla.paper import theory
 from dofla.paper.sampling import leverage_features
@@ -180,16 +179,6 @@ def features_needed(
     excess = log_second - log_norm
     # V is never negative, its estimate is where one vector is the kernel.
     return max(math.expm1(excess), 0.0) / error**2 if excess < 700 else math.inf
-
-
-def rank_correlation(a: Sequence[float], b: Sequence[float]) -> float:
-    """Spearman's rank correlation of two equally long lists; ties share their mean rank. nan if one list is constant.
-
-    Over heads, with a the degrees of freedom and b of `features_needed`: how well the former predict the latter.
-    """
-    if len(a) != len(b) or len(a) < 2:
-        raise DoflaError(f"lists of {len(a)} and {len(b)} numbers: give two equally long ones, 2 numbers or more")
-    return spearman(*(torch.tensor(values, dtype=torch.float64) for values in (a, b)))
 
 
 class _Head:
