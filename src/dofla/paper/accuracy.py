@@ -87,14 +87,9 @@ def _difference(fixed: list[list[TaskScores]], several: list[list[TaskScores]]) 
 
 
 def _resampled(gains: Tensor, generator: torch.Generator) -> Tensor:
-    """Means [draws] over as many items drawn with replacement. They hold 1, -1 and 0 only, so it is enough to draw how
-    often each comes, which costs nothing for ten thousand items."""
-    count = torch.full((_DRAWS,), float(len(gains)), dtype=gains.dtype)
-    share_won, share_lost = ((gains == value).to(gains.dtype).mean() for value in (1, -1))
-    won = torch.binomial(count, share_won.expand(_DRAWS).contiguous(), generator=generator)
-    of_others = share_lost / (1 - share_won) if share_won < 1 else torch.zeros_like(share_lost)
-    lost = torch.binomial(count - won, of_others.clamp(max=1).expand(_DRAWS).contiguous(), generator=generator)
-    return (won - lost) / len(gains)
+    """Means [draws] over as many items drawn with replacement."""
+    drawn = (torch.randint(len(gains), (len(gains),), generator=generator) for _ in range(_DRAWS))
+    return torch.stack([gains[items].mean() for items in drawn])
 
 
 def _critical(teacher: Sequence[TaskScores], student: Sequence[TaskScores]) -> float:
