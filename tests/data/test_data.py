@@ -90,7 +90,7 @@ def test_large_files_are_read_only_as_far_as_asked(tmp_path, tokenizer):
     path.write_text(good * 2000 + "not JSON\n")
     assert len(token_windows(path, tokenizer, length=16, windows=10)) == 10
     assert len(list(islice(read_documents(path), 3))) == 3
-    with pytest.raises(DoflaError, match="bad JSON at line 2001"):
+    with pytest.raises(DoflaError, match="line 2001: no JSON"):
         token_windows(path, tokenizer, length=16)
 
 
@@ -180,8 +180,8 @@ def test_datasets_by_name(monkeypatch):
         ("a.txt", b"\xff\xfe\x00", "not UTF-8 text"),
         ("a.txt.gz", b"not gzip", "cannot be read"),
         ("a.txt.gz", gzip.compress(b"w1 " * 999, mtime=0)[:20], "cannot be read"),
-        ("a.jsonl", b'{"text": "w1"}\n{"text"\n', "bad JSON at line 2"),
-        ("a.json", b'[\n{"text": "w1"}\n]', "bad JSON at line 1"),
+        ("a.jsonl", b'{"text": "w1"}\n{"text"\n', "line 2: no JSON"),
+        ("a.json", b'[\n{"text": "w1"}\n]', "line 1: no JSON"),
         ("a.jsonl", b'"w1"\n', "line 1 is a str; give one JSON object per line"),
         ("a.jsonl", b'{"body": "w1", "id": 3}\n', "line 1: no field 'text'; set text_field to one of: body, id"),
         ("a.jsonl", b'{"text": 3}\n', "line 1: 'text' is a int, not text"),
