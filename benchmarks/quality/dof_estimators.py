@@ -27,11 +27,11 @@ import dofla
 from dofla.data import TokenWindows, as_windows
 from dofla.distillation.fidelity import attention_fidelity
 from dofla.distillation.trials import _effects
+from dofla.evaluation.embeddings import spearman
 from dofla.integration.converted import Converted
 from dofla.integration.recorder import AttentionCall, recording, run_body
 from dofla.integration.sites import attention_sites
 from dofla.integration.surgery import even_plan
-from dofla.paper.error_curve import rank_correlation
 from dofla.plans.hybrid import TOKEN_SHARE
 from dofla.profiles.spectrum import Spectrum, attention_spectrum, degrees_of_freedom, gram_spectrum
 from dofla.runs.opening import open_original, windows_of
@@ -229,7 +229,7 @@ def main(
         spread = found.std(1) / found.mean(1)
         # What a user has is one draw, so the correlation is that of single draws, on average.
         pairs = {
-            kind: [sum(rank_correlation(x.tolist(), of) for x in found.T) / seeds for of in cost.values()]
+            kind: [sum(spearman(x, of) for x in found.T) / seeds for of in cost.values()]
             for kind, cost in costs.items()
         }
         levels = found.mean(1).quantile(torch.tensor([0.05, 0.5, 0.95])).tolist()

@@ -222,18 +222,6 @@ def test_without_a_chat_template_texts_are_completed_alone(tiny, tokenizer):
             assert client.ask(f"/v1/{kind}", {})[0] == 404
 
 
-def test_the_key_is_asked_for_everywhere(tiny, tokenizer):
-    with served(small(tiny), tokenizer, key="secret") as port:
-        client = Client(port)
-        for path in ("/v1/models", "/docs", "/openapi.json", "/v1/nothing"):
-            assert client.ask(path)[0] == 401
-        for path in ("/v1/completions", "/v1/chat/completions", "/reset", "/load_model"):
-            assert client.ask(path, TEXT, authorization="Bearer wrong")[0] == 401
-        assert client.ask("/v1/completions", b"a" * 30_000_000)[0] == 401
-        assert client.ask("/v1/completions", TEXT, authorization="Bearer secret")[0] == 200
-        assert client.ask("/health")[0] == 200
-
-
 SEES = "{% for m in messages %}{{ m.role }}: {% for c in m.content %}"
 SEES += "{% if c.type == 'image' %}<image>{% else %}{{ c.text }}{% endif %}{% endfor %}\n{% endfor %}assistant:"
 

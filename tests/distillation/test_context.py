@@ -98,10 +98,10 @@ def test_a_memory_that_fades_reads_far_positions_as_well_as_the_first(tiny, head
 def test_the_layers_are_trained_on_the_keys_of_those_positions(tiny, monkeypatch):
     seen = []
 
-    def spy(teacher, call, layer, rows):
+    def spy(call, layer, rows):
         if call.name.endswith("layers.0.self_attn"):
             seen.append(call.key.clone())
-        return LOSSES["softmax"](teacher, call, layer, rows)
+        return LOSSES["softmax"](call, layer, rows)
 
     monkeypatch.setitem(LOSSES, "spy", spy)
     same = tiny.tokens(1, LENGTH).repeat(2, 1)  # every window is the same text

@@ -130,10 +130,9 @@ def test_a_half_precision_teacher_trains_float32_features(tiny):
     assert (history.losses[-1] < history.losses[0] - 0.05).all()
 
 
-@pytest.mark.parametrize("options", [{"rows": 3}, {"own_inputs": 1}], ids=str)
-def test_padded_encoders_and_images_are_distilled(tiny, options):
+def test_padded_encoders_and_images_are_distilled(tiny):
     for model, windows in ((tiny.bert(), tiny.padded(WINDOWS, LENGTH)), (tiny.vit(), tiny.images(WINDOWS))):
-        losses = distill(student_of(tiny, model), windows, steps=20, batch_size=4, **options).losses
+        losses = distill(student_of(tiny, model), windows, steps=20, batch_size=4, rows=3).losses
         assert torch.isfinite(losses).all()
         assert losses[-5:].mean() < losses[:5].mean()
 
@@ -176,9 +175,9 @@ def test_the_last_step_of_an_epoch_takes_the_windows_that_are_left(tiny):
 def test_rows_are_drawn_anew_for_each_step_by_the_seed_and_progress_is_reported(tiny, monkeypatch):
     drawn = []
 
-    def spy(teacher, call, layer, rows):
+    def spy(call, layer, rows):
         drawn.append((call.name, rows))
-        return LOSSES["softmax"](teacher, call, layer, rows)
+        return LOSSES["softmax"](call, layer, rows)
 
     monkeypatch.setitem(LOSSES, "spy", spy)
     runs, seen = [], []
@@ -211,7 +210,7 @@ def test_all_rows_are_looked_at_unless_fewer_are_asked_for(tiny):
     assert not torch.equal(fewer, every)
 
 
-OPTIONS = {"loss": "softmax", "steps": 6, "batch_size": 2, "accumulate": 2, "rows": 9, "own_inputs": 0.5}
+OPTIONS = {"loss": "softmax", "steps": 6, "batch_size": 2, "accumulate": 2, "rows": 9}
 FROM_DATA = {"features": [5, 3], "feature_map": "mlp", "window": 2, "sinks": 1}
 """With statistics and levels that are set once, at the start of the run."""
 
@@ -273,7 +272,6 @@ def finished(tiny, tmp_path_factory):
         ({"batch_size": 4, "accumulate": 1}, "batch_size"),
         ({"rows": None}, "rows"),
         ({"steps": 7}, "steps"),
-        ({"own_inputs": 0.25}, "own_inputs"),
         ({"learning_rates": {"z": 0.1}}, "learning_rates"),
         ({"tokens": 1}, "data"),
         ({"mask": True}, "data"),
@@ -306,8 +304,6 @@ def rewrite(path, change):
     "damage",
     [
         lambda path: path.write_bytes(path.read_bytes()[:1000]),
-        lambda path: path.write_bytes(b"not a state"),
-        lambda path: path.write_bytes(b""),
         lambda path: rewrite(path, lambda tensors, metadata: tensors.pop("curve")),
         lambda path: rewrite(
             path, lambda tensors, metadata: tensors.pop("model.layers.1.self_attn.groups.0.map.z:exp_avg")
@@ -316,7 +312,7 @@ def rewrite(path, change):
         lambda path: rewrite(path, lambda tensors, metadata: metadata.pop("settings")),
         lambda path: rewrite(path, lambda tensors, metadata: metadata.update(settings="{")),
     ],
-    ids=["cut off", "other bytes", "empty", "no curve", "no moment", "no weights", "no settings", "half the settings"],
+    ids=["cut off", "no curve", "no moment", "no weights", "no settings", "half the settings"],
 )
 def test_a_damaged_state_is_one_line_naming_the_file(tiny, finished, tmp_path, damage):
     folder = shutil.copytree(finished, tmp_path / "run")
@@ -363,13 +359,8 @@ def test_nan_names_layer_and_step_saves_nothing_of_it_and_leaves_nothing_behind(
     ("options", "message"),
     [
         ({"loss": "huber"}, "unknown loss 'huber': choose one of direct, l2, output, softmax"),
-        ({"schedule": "linear"}, "unknown schedule 'linear': choose one of constant, cosine"),
         ({"batch_size": 3, "accumulate": 3}, "8 windows are too few for one step of 9"),
-        ({"batch_size": 0}, "batch_size is 0"),
-        ({"accumulate": 0}, "accumulate is 0"),
-        ({"epochs": 0}, "epochs is 0"),
-        ({"steps": 0}, "steps is 0"),
-        ({"rows": 0}, "rows is 0"),
+        *(({name: 0}, f"{name} is 0") for name in ("batch_size", "accumulate", "epochs", "steps", "rows")),
         ({"checkpoint_every": 0}, "checkpoint_every is 0"),
         ({"learning_rates": {"beta": 1.0}}, "learning_rates names 'beta': the feature maps have log_alpha, z"),
         ({"learning_rates": {"z": 0.0}}, "the learning rate of 'z' is 0.0"),

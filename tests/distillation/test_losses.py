@@ -103,12 +103,6 @@ def pairs_by_loops(call, layer, rows):
     return result
 
 
-def of_both(teacher, call, layer, rows):
-    """The teacher's scores at its own call, and the student's at its own."""
-    exact, approximate = (pairs_by_loops(x, layer, rows) for x in (teacher, call))
-    return {at: [(p[0], q[1]) for p, q in zip(exact[at], approximate[at], strict=True)] for at in exact}
-
-
 def kl_by_loops(scores):
     totals = [sum(math.exp(pair[side]) for pair in scores) for side in (0, 1)]
     shares = [[math.exp(pair[side]) / totals[side] for side in (0, 1)] for pair in scores]
@@ -125,29 +119,28 @@ def squared_errors(scores, heads):
 
 
 @quick
-@given(**options, own=st.booleans())
+@given(**options)
 def test_divergences_are_those_of_each_row_and_the_l2_loss_is_the_relative_error_of_the_kernel(
-    seed, features, length, causal, padding, own, **sizes
+    seed, features, length, causal, padding, **sizes
 ):
     layer = make_layer(features, seed, **sizes)
     weight = padding_weight(padding, seed, 2, length)
-    # On its own inputs a student is compared with the teacher on the teacher's.
-    teacher, call = (make_call(n, len(features), length, causal=causal, weight=weight) for n in (seed + own, seed))
+    call = make_call(seed, len(features), length, causal=causal, weight=weight)
     rows, heads = all_rows(call), call.query.shape[1]
-    scores = of_both(teacher, call, layer, rows)
+    scores = pairs_by_loops(call, layer, rows)
     divergences = {at: kl_by_loops(pairs) for at, pairs in scores.items()}
     some = rows[seed % min(2, length) :: 2]
     for chosen in (rows, some):
-        found = attention_kl(teacher, call, layer, chosen)
+        found = attention_kl(call, layer, chosen)
         for n, i in enumerate(chosen.tolist()):
             for b, h in itertools.product(range(2), range(heads)):
                 if (b, h, i) in divergences:
                     assert found[b, h, n].item() == pytest.approx(divergences[b, h, i], rel=1e-9, abs=1e-12)
     expected = sum(divergences.values()) / len(divergences)
-    assert softmax_loss(teacher, call, layer, rows).item() == pytest.approx(expected, rel=1e-9, abs=1e-12)
+    assert softmax_loss(call, layer, rows).item() == pytest.approx(expected, rel=1e-9, abs=1e-12)
 
     error, square = squared_errors(scores, heads)
-    found = l2_loss(teacher, call, layer, rows).item()
+    found = l2_loss(call, layer, rows).item()
     if min(error) < 1e-20:  # every pair of some head is near
         assert found < -40 / heads
         return
@@ -168,27 +161,27 @@ def test_the_output_loss_is_the_relative_squared_error_of_each_heads_output_and_
 ):
     layer = make_layer(features, seed, **sizes)
     weight = padding_weight(padding, seed, 2, length)
-    teacher, call = (make_call(n, len(features), length, causal=causal, weight=weight) for n in (seed + 1, seed))
+    call = make_call(seed, len(features), length, causal=causal, weight=weight)
     for rows in (all_rows(call), torch.arange(length)[seed % min(2, length) :: 2]):
         heads = call.query.shape[1]
         error, square, divergences = [0.0] * heads, [0.0] * heads, []
-        for (b, h, i), scores in of_both(teacher, call, layer, rows).items():
-            outputs = []
-            for side, values in ((0, teacher.value), (1, call.value)):
+        for (b, h, i), scores in pairs_by_loops(call, layer, rows).items():
+            outputs, values = [], call.value[b, h // SHARE]
+            for side in (0, 1):
                 shares = [math.exp(pair[side]) for pair in scores]
-                terms = [share * values[b, h // SHARE, j] for share, j in zip(shares, visible(call, b, i), strict=True)]
+                terms = [share * values[j] for share, j in zip(shares, visible(call, b, i), strict=True)]
                 outputs.append(torch.stack(terms).sum(0) / sum(shares))
             error[h] += (outputs[1] - outputs[0]).square().sum().item()
             square[h] += outputs[0].square().sum().item()
             divergences.append(kl_by_loops(scores))
         if not divergences:  # all of these rows are padding
-            assert output_loss(teacher, call, layer, rows).item() == 0
+            assert output_loss(call, layer, rows).item() == 0
             continue
         # The divergence is divided by the real rows that a draw of as many is expected to hold, counted in float32.
         real = 2 * length if weight is None else weight.sum().item()
         expected = sum(e / s for e, s in zip(error, square, strict=True)) / heads
         expected += sum(divergences) / (real * heads * len(rows) / length)
-        assert output_loss(teacher, call, layer, rows).item() == pytest.approx(expected, rel=1e-7, abs=1e-12)
+        assert output_loss(call, layer, rows).item() == pytest.approx(expected, rel=1e-7, abs=1e-12)
 
 
 @pytest.mark.parametrize("padding", ["none", "left", "right", "any"])
@@ -196,8 +189,8 @@ def test_the_output_loss_is_the_relative_squared_error_of_each_heads_output_and_
 def test_the_softmax_loss_of_a_draw_of_rows_is_an_unbiased_estimate(padding, causal):
     layer = make_layer([3, 2], window=1)
     call = make_call(4, 2, 6, causal=causal, weight=padding_weight(padding, 1, 2, 6))
-    draws = [softmax_loss(call, call, layer, torch.tensor(rows)) for rows in itertools.combinations(range(6), 2)]
-    torch.testing.assert_close(torch.stack(draws).mean(), softmax_loss(call, call, layer, all_rows(call)))
+    draws = [softmax_loss(call, layer, torch.tensor(rows)) for rows in itertools.combinations(range(6), 2)]
+    torch.testing.assert_close(torch.stack(draws).mean(), softmax_loss(call, layer, all_rows(call)))
 
 
 @every_loss
@@ -209,7 +202,7 @@ def test_a_student_that_is_its_teacher_and_rows_of_padding_have_no_loss_and_no_g
     layer = make_layer([3, 2], window=window, sinks=sinks).float()
     weight = torch.tensor([[1] * 6 + [0] * 3] * 2) if rows else padding_weight("left", 0, 2, 9)
     call = make_call(5, 2, 9, causal=causal, weight=weight, dtype=torch.float32)
-    loss = LOSSES[name](call, call, layer, torch.tensor(rows) if rows else all_rows(call))
+    loss = LOSSES[name](call, layer, torch.tensor(rows) if rows else all_rows(call))
     assert torch.isfinite(loss)
     if name == "softmax":
         assert loss.item() == 0
@@ -226,7 +219,7 @@ def test_vectors_of_real_length_give_finite_losses_and_gradients(name, window, d
     lengths = torch.linspace(100, 140, 40).double().div(SCALING).sqrt()[:, None]
     query, key = (torch.nn.functional.normalize(x, dim=-1) * lengths for x in (call.query, call.key))
     call = AttentionCall("a", query.to(dtype), key.to(dtype), call.value.to(dtype), None, SCALING, True)
-    loss = LOSSES[name](call, call, layer, all_rows(call))
+    loss = LOSSES[name](call, layer, all_rows(call))
     assert loss.dtype == torch.float32
     assert torch.isfinite(loss)
     loss.backward()
@@ -241,4 +234,4 @@ def test_gradients_are_those_of_finite_differences(name):
     layer = make_layer([3, 2], window=1)
     call = make_call(10, 2, 5, weight=padding_weight("right", 0, 2, 5))
     parameters = list(layer.parameters())
-    assert torch.autograd.gradcheck(lambda *_: LOSSES[name](call, call, layer, all_rows(call)), parameters)
+    assert torch.autograd.gradcheck(lambda *_: LOSSES[name](call, layer, all_rows(call)), parameters)

@@ -1,12 +1,11 @@
 """Error curves of tiny models: what is tried, what it is compared with, and that the teacher comes back untouched."""
 
 import copy
-from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
 import torch
-from students import everything, keep_softmax
+from students import everything
 from torch.testing import assert_close
 
 import dofla
@@ -16,7 +15,7 @@ from dofla.errors import DoflaError
 from dofla.integration.converted import Converted, is_converted
 from dofla.integration.recorder import run_body
 from dofla.integration.sites import attention_sites
-from dofla.integration.surgery import even_plan
+from dofla.integration.surgery import answering, even_plan
 from dofla.plans.curves import Curves
 from dofla.plans.hybrid import TOKEN_SHARE, HeadCost, split
 
@@ -140,45 +139,8 @@ def test_tokens_of_a_half_precision_model_cost_half_unless_they_are_kept_in_eigh
     assert (half.token == whole.token) == (token_dtype == "int8")
 
 
-def alone(model, plan, states, name):
-    """The student in which only the layer ``name`` is linear, with its trained features."""
-    plan = copy.deepcopy(plan)
-    keep_softmax(plan, *(n for n, layer in enumerate(plan.layers) if layer.name != name))
-    student = dofla.linear.linearize(copy.deepcopy(model), plan)
-    Converted.of(student).layers[name].load_state_dict(states[name])
-    return student
-
-
-def output_projection(model, family, name):
-    """What takes the outputs of all heads of a layer side by side."""
-    if family == "bert":
-        return model.get_submodule(name.removesuffix(".self")).output.dense
-    return model.get_submodule(name).o_proj
-
-
-@contextmanager
-def one_head(student, model, family, name, head):
-    """Of the only linear layer, which sees what the teacher sees, all heads but one give what the teacher gives."""
-    theirs = []
-    ours, original = (output_projection(x, family, name) for x in (student, model))
-    share = original.in_features // Converted.of(student).layers[name].kv_heads
-
-    def mixed(module, args):
-        (out,) = args
-        result = theirs.pop().clone()
-        part = slice(head * share, (head + 1) * share)
-        result[..., part] = out[..., part]
-        return (result,)
-
-    listening = original.register_forward_pre_hook(lambda _, args: theirs.append(args[0]))
-    mixing = ours.register_forward_pre_hook(mixed)
-    yield
-    listening.remove()
-    mixing.remove()
-
-
 def harm(teacher, student, family, batch):
-    """What the student's answer to a batch is off by; the teacher answers first."""
+    """What the student's answer to a batch is off by."""
     with torch.no_grad():
         if family == "llama":
             wanted, found = (torch.log_softmax(m(**batch).logits.double(), -1) for m in (teacher, student))
@@ -203,10 +165,9 @@ def test_points_and_effects_are_those_of_students_made_for_it(tiny, found):
     for curve in found.curves.layers:
         own = errors[curve.name].head_kl
         assert curve.points[middle].errors == pytest.approx(own, rel=1e-6)
-        student = alone(model, plan, trained, curve.name)
         for head, error in enumerate(own):
-            with one_head(student, model, family, curve.name, head):
-                harms = [harm(model, student, family, windows.batch([n])) for n in last]
+            with answering(whole, {curve.name: [head]}):
+                harms = [harm(model, whole, family, windows.batch([n])) for n in last]
             expected = torch.stack(harms).mean() / error
             assert_close(torch.tensor(curve.effects[head]), expected.float(), rtol=1e-3, atol=1e-6)
 

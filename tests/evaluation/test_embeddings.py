@@ -1,5 +1,7 @@
 """Sentence embeddings and rank correlation."""
 
+import math
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -20,8 +22,10 @@ def test_spearman_is_the_textbook_formula(x, seed):
     ranks = [[sorted(values).index(value) for value in values] for values in (x, y)]
     squares = sum((a - b) ** 2 for a, b in zip(*ranks, strict=True))
     expected = 1 - 6 * squares / (len(x) * (len(x) ** 2 - 1))
-    got = spearman(*(torch.tensor(values, dtype=torch.float64) for values in (x, y)))
+    got = spearman(x, y)
     assert got == pytest.approx(expected, abs=1e-9)
+    # Ranks 0 1 2 3 and 0.5 0.5 2 3: 4.5 / √(5 · 4.5)
+    assert spearman([1.0, 2.0, 3.0, 4.0], [1.0, 1.0, 2.0, math.inf]) == pytest.approx(4.5 / math.sqrt(22.5))
 
 
 def pooled(model, batch):

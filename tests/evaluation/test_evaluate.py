@@ -15,7 +15,6 @@ from dofla.data import TokenWindows
 from dofla.display import as_html, figure
 from dofla.distillation.fidelity import attention_fidelity
 from dofla.errors import DoflaError
-from dofla.evaluation.embeddings import embedding_figures
 from dofla.evaluation.language import next_token_figures
 from dofla.evaluation.run import Evaluation
 from dofla.evaluation.samples import beginnings
@@ -140,15 +139,6 @@ def test_progress_is_that_of_all_batches(tiny, kind):
     seen, options = [], {"batch_size": 2, "fidelity_windows": 3}
     dofla.evaluate(student_of(tiny, kind), tiny.padded(5, LENGTH), **options, progress=lambda *x: seen.append(x))
     assert seen == [(n, 5) for n in range(1, 6)]
-
-
-def test_an_encoder_runs_in_batches_of_the_size_asked_for(tiny):
-    student, sizes = student_of(tiny, "bert"), []
-    student.register_forward_pre_hook(lambda m, args, kwargs: sizes.append(len(kwargs["input_ids"])), with_kwargs=True)
-    data = TokenWindows.of(tiny.padded(5, LENGTH))
-    figures = dofla.evaluate(student, data, batch_size=2)
-    assert set(sizes) == {2, 1}
-    assert figures.to_dict()["embeddings"] == pytest.approx(embedding_figures(student, data), abs=1e-5)
 
 
 def test_state_bytes_are_the_plans_beside_those_of_the_cache_it_replaces(tiny):

@@ -71,18 +71,6 @@ def test_the_batch_size_plays_no_part(tiny, side):
             assert figures[name] == pytest.approx(value, rel=1e-4, abs=1e-6), name
 
 
-@pytest.mark.parametrize("plan", [{"window": LENGTH}, {"window": 12, "sinks": 8}])
-@pytest.mark.parametrize("kind", ["llama", "gpt2"])
-def test_a_student_whose_attention_is_exact_has_no_gap(tiny, kind, plan):
-    student = student_of(tiny, getattr(tiny, kind)(), **plan)
-    figures = next_token_figures(student, TokenWindows.of(tiny.tokens(4, LENGTH)), batch_size=2)
-    assert figures["loss_increase"] == pytest.approx(0, abs=1e-5)
-    assert figures["loss_increase_interval"] == pytest.approx([0, 0], abs=1e-5)
-    assert figures["kl"] == pytest.approx(0, abs=1e-5)
-    assert figures["top1_agreement"] == 1
-    assert figures["loss"] == pytest.approx(figures["original_loss"], abs=1e-5)
-
-
 def test_the_interval_of_the_gap_is_that_of_the_windows(tiny):
     student, tokens = student_of(tiny), tiny.tokens(6, LENGTH)
     windows = [next_token_figures(student, TokenWindows.of(tokens[n : n + 1])) for n in range(6)]
@@ -94,13 +82,6 @@ def test_the_interval_of_the_gap_is_that_of_the_windows(tiny):
     assert figures["loss_increase_interval"][0] < figures["loss_increase"] < figures["loss_increase_interval"][1]
     few = next_token_figures(student, TokenWindows.of(tokens[: LEAST_WINDOWS - 1]))
     assert few["loss_increase_interval"] is None
-
-
-def test_progress_is_reported(tiny):
-    seen = []
-    windows = TokenWindows.of(tiny.tokens(5, LENGTH))
-    next_token_figures(student_of(tiny), windows, batch_size=2, progress=lambda *x: seen.append(x))
-    assert seen == [(1, 3), (2, 3), (3, 3)]
 
 
 def test_windows_of_one_token_and_a_student_that_returns_nan_are_refused(tiny):

@@ -4,7 +4,6 @@ import math
 
 import pytest
 import torch
-from arithmetic import LOGITS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from making import make, vectors
@@ -59,16 +58,6 @@ def test_it_holds_nothing_and_its_features_are_zero():
     feature_map, x = make("none"), vectors(2, 3, 4, 6)
     assert list(feature_map.state_dict()) == []
     assert (feature_map.log_key(x, SCALING) == LOG_ZERO).all()
-
-
-def test_a_window_as_long_as_the_text_is_the_original(tiny):
-    for model, tokens in ((tiny.llama(), {"input_ids": tiny.tokens(2, 20)}), (tiny.bert(), tiny.padded(2, 20))):
-        dofla.linear.linearize(model, tiny.plan(model, features=0, feature_map="none", window=20))
-        real = tokens.get("attention_mask", torch.ones(2, 20)).unsqueeze(-1)
-        with torch.no_grad():
-            found = model(**tokens)[0]
-            with dofla.original(model):
-                assert_close(found * real, model(**tokens)[0] * real, **LOGITS)
 
 
 def test_it_is_saved_opened_and_has_nothing_to_train(tiny, tmp_path):

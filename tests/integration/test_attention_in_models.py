@@ -3,7 +3,7 @@
 import pytest
 import torch
 from arithmetic import LOGITS, sum_error
-from tiny_families import CAUSAL, inputs, own_student, padded, student, teacher, tokens
+from tiny_families import CAUSAL, inputs, own_student, student, teacher, tokens
 from torch.testing import assert_close
 
 from dofla.attention import naive_attention, rounded
@@ -100,16 +100,6 @@ def test_exact_scores_for_the_whole_text_make_the_student_its_teacher(family, ki
     if model.can_generate():
         ids, options = tokens(2, 9), {"max_new_tokens": 4, "do_sample": False}
         assert_close(model.generate(ids, **options), original.generate(ids, **options))
-
-
-@pytest.mark.parametrize("family", ["bert", "roberta"])
-def test_padding_changes_no_vector_of_an_encoder(family):
-    model = student(family, "ragged")
-    alone, ids, mask = padded((20, 11, 3), "right")
-    with torch.no_grad():
-        together = model(ids, attention_mask=mask)[0]
-        for row, sequence in enumerate(alone):
-            assert_close(together[row, : sequence.shape[1]], model(sequence)[0][0], **LOGITS)
 
 
 @pytest.mark.parametrize("beams", [1, 3])

@@ -93,16 +93,6 @@ def wider_means(model):
     return 4 * means if model.dtype == torch.float64 else 0
 
 
-@pytest.mark.long
-@pytest.mark.parametrize(("family", "kind"), [("gpt2", "plain"), ("llama", "ragged"), ("llama", "softmax_first")])
-def test_a_student_compiled_to_machine_code_generates_the_same_text(family, kind):
-    torch._dynamo.reset()
-    model, ids = own_student(family, kind), tokens(2, 20)
-    expected = model.generate(ids, max_new_tokens=6, do_sample=False)
-    model.forward = torch.compile(model.forward)
-    assert_close(model.generate(ids, max_new_tokens=6, do_sample=False), expected)
-
-
 def test_a_student_can_get_a_larger_vocabulary(tmp_path):
     model = own_student("llama", "ragged")
     model.resize_token_embeddings(VOCABULARY + 8)

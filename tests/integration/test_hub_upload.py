@@ -17,9 +17,9 @@ from word_tokenizers import word_tokenizer
 
 import dofla
 from dofla.cli import app
-from dofla.integration.checkpoint import feature_map_tensors
+from dofla.integration.checkpoint import feature_map_tensors, load_any
 from dofla.integration.converted import Converted, is_converted
-from dofla.runs.opening import open_model
+from dofla.runs.opening import open_converted
 
 CHECKPOINT = {"config.json", "generation_config.json", "model.safetensors", "README.md"}
 ADAPTER = {"config.json", "dofla_adapter.json", "dofla.safetensors", "plan.json", "record.json", "README.md"}
@@ -157,7 +157,7 @@ def test_every_verb_opens_a_student_by_its_name(hub, student, moved, tmp_path):
     ):
         done = CliRunner().invoke(app, [verb, "me/adapter", *base, *map(str, options)])
         assert done.exit_code == 0, (verb, done.exception)
-    assert not is_converted(open_model("owner/moved" if moved else "owner/base")[0])
+    assert not is_converted(open_converted("owner/moved" if moved else "owner/base", load=load_any)[0])
 
 
 def test_an_adapter_opens_from_the_cache_when_the_hub_is_gone(hub, student, monkeypatch):

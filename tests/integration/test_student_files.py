@@ -166,13 +166,6 @@ def test_an_opened_student_can_be_saved_in_both_ways_again(folder, tmp_path):
     assert_same_student(dofla.load(tmp_path / "adapter"), opened)
 
 
-def test_a_student_in_several_shards_opens(tmp_path):
-    model = student("llama", "ragged")
-    model.save_pretrained(tmp_path, max_shard_size="20KB")
-    assert len(list(tmp_path.glob("*.safetensors"))) > 1
-    assert_same_student(AutoModelForCausalLM.from_pretrained(tmp_path), model)
-
-
 def test_an_opened_student_gives_its_teacher_back(folder):
     opened, original = AutoModelForCausalLM.from_pretrained(folder), teacher("llama")
     with dofla.original(opened):

@@ -12,10 +12,10 @@ from dofla.paper.error_curve import (
     best_rank_errors,
     error_curve,
     features_needed,
-    rank_correlation,
     theorem_errors,
 )
 from dofla.paper.sampling import leverage_features
+from dofla.profiles.tolerance import DEFAULT_LAMBDA
 
 SCALING, SIZES = 0.5, (4, 32)
 
@@ -30,7 +30,7 @@ def curve():
 
 
 def naive_errors(queries, keys, z, log_alpha):
-    """Relative kernel error, mean KL and mean total variation, entry by entry."""
+    """Relative kernel error and mean KL, entry by entry."""
     x = torch.cat([queries, keys])
 
     def approximate(a, b):
@@ -42,14 +42,13 @@ def naive_errors(queries, keys, z, log_alpha):
 
     pairs = [(math.exp(SCALING * (a @ b).item()), approximate(a, b)) for a in x for b in x]
     kernel = math.sqrt(sum((k - e) ** 2 for k, e in pairs) / sum(k * k for k, _ in pairs))
-    kl = tv = 0.0
+    kl = 0.0
     for query in queries:
         true = torch.tensor([math.exp(SCALING * (query @ key).item()) for key in keys], dtype=torch.float64)
         guess = torch.tensor([approximate(query, key) for key in keys], dtype=torch.float64)
         true, guess = true / true.sum(), guess / guess.sum()
         kl += (true * (true / guess).log()).sum().item() / len(queries)
-        tv += (true - guess).abs().sum().item() / 2 / len(queries)
-    return kernel, kl, tv
+    return kernel, kl
 
 
 @pytest.mark.parametrize("method", ["iid", "leverage"])
@@ -62,10 +61,10 @@ def test_measured_errors_are_those_of_the_definition(curve, method):
             z, log_alpha = torch.randn(32, 3, generator=generator, dtype=torch.float64), torch.zeros(32)
         else:
             x = torch.cat([queries, keys])
-            z, log_alpha = leverage_features(x, SCALING, 32, curve["lam"], candidates=500, generator=generator)
+            z, log_alpha = leverage_features(x, SCALING, 32, DEFAULT_LAMBDA, candidates=500, generator=generator)
         found.append([naive_errors(queries, keys, z[:size], log_alpha[:size]) for size in SIZES])
     table = torch.tensor(found, dtype=torch.float64)
-    for n, name in enumerate(("kernel", "kl", "tv")):
+    for n, name in enumerate(("kernel", "kl")):
         measured = curve["measured"][method][name]
         assert measured["mean"] == pytest.approx(table[..., n].mean(0).tolist(), rel=1e-9)
         assert measured["spread"] == pytest.approx(table[..., n].std(0).tolist(), rel=1e-9)
@@ -76,7 +75,7 @@ def test_a_curve_is_plain_data_with_everything_in_it(curve):
     assert set(curve["measured"]) == set(METHODS)
     gram = theory.prf_gram(torch.cat([vectors(6), vectors(5, seed=1)]), SCALING)
     trace = gram.trace().item() / 11
-    assert curve["degrees_of_freedom"] == pytest.approx(theory.degrees_of_freedom(gram, curve["lam"] * trace))
+    assert curve["degrees_of_freedom"] == pytest.approx(theory.degrees_of_freedom(gram, DEFAULT_LAMBDA * trace))
     assert curve["required_features"] == theory.required_features(curve["degrees_of_freedom"], 1.0, 0.1)
     for measured in curve["measured"].values():
         assert all(least <= error for least, error in zip(curve["best_rank"], measured["kernel"]["mean"], strict=True))
@@ -147,10 +146,3 @@ def test_leverage_needs_a_bounded_number_however_long_the_vectors():
     assert 0 < features_needed(x, SCALING, "leverage") < bound
     assert features_needed(x, SCALING, "iid") > 1e200
     assert features_needed(2 * x, SCALING, "iid") == math.inf
-
-
-def test_rank_correlation_by_hand():
-    assert rank_correlation([1.0, 2.0, 3.0], [10.0, 20.0, math.inf]) == pytest.approx(1.0)
-    assert rank_correlation([1.0, 2.0, 3.0], [3.0, 2.0, 1.0]) == pytest.approx(-1.0)
-    # Ranks 0 1 2 3 and 0.5 0.5 2 3: 4.5 / √(5 · 4.5)
-    assert rank_correlation([1.0, 2.0, 3.0, 4.0], [1.0, 1.0, 2.0, 3.0]) == pytest.approx(4.5 / math.sqrt(22.5))

@@ -7,7 +7,7 @@ import torch
 
 from dofla.errors import DoflaError
 from dofla.paper import theory
-from dofla.paper.error_curve import error_curve, features_needed, rank_correlation
+from dofla.paper.error_curve import error_curve, features_needed
 from dofla.paper.sampling import leverage_features
 
 GRAM = torch.eye(3)
@@ -52,7 +52,6 @@ NAN = math.nan
         (lambda: error_curve(ONES, ONES, 1.0, methods=("prf",)), "unknown method 'prf'"),
         (lambda: features_needed(ONES, 1.0, "orthogonal"), "unknown method 'orthogonal': choose iid or leverage"),
         (lambda: features_needed(ONES, 1.0, "iid", error=0.0), "error=0.0"),
-        (lambda: rank_correlation([1.0], [1.0]), "lists of 1 and 1 numbers"),
         (lambda: leverage_features(ONES, 1.0, 0, 0.1), "features is 0"),
         (lambda: leverage_features(ONES, 1.0, 4, 0.1, candidates=3), "candidates is 3, below the 4 features"),
         (lambda: leverage_features(ONES, 1.0, 4, 0.1, proposal="uniform"), "'uniform': choose one of data, gaussian"),

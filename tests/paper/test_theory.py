@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dofla.errors import DoflaError
@@ -171,25 +171,6 @@ def test_theorem_3_with_every_outcome_enumerated(seed, optimal, t):
         few = compositions(2)
         failed = kernel.deviation(kernel.estimate(few, density), lam) > math.sqrt(t)
         assert probability(few, kernel.base * density.exp())[failed].sum().item() > 0.5
-
-
-@quick
-@given(seeds, lams, st.integers(1, 300))
-def test_the_bounds_follow_from_the_deviation_whatever_was_drawn(seed, lam, draws):
-    """The part of the proof without probability: put the deviation that happened in the place of √t."""
-    kernel = Finite(seed)
-    density = kernel.random_log_density()
-    leverage = theory.max_leverage(kernel.log_features, kernel.gram, lam, density)
-    drawn = torch.multinomial(kernel.base * density.exp(), draws, replacement=True, generator=kernel.generator)
-    estimate = kernel.estimate(torch.bincount(drawn, minlength=7), density)
-    t = kernel.deviation(estimate, lam).item() ** 2
-    assume(t <= 3)
-    values = torch.randn(5, 2, generator=kernel.generator, dtype=torch.float64)
-    kernel_error, integral_error = errors(kernel, estimate, values)
-    assert kernel_error.item() <= theory.kernel_error_bound(kernel.gram, lam, t, leverage) * (1 + 1e-9)
-    assert integral_error.item() <= theory.integral_error_bound(kernel.gram, lam, t, values) * (1 + 1e-9)
-    single = theory.integral_error_bound(kernel.gram, lam, t, values[:, 0])
-    assert single < theory.integral_error_bound(kernel.gram, lam, t, values)
 
 
 def test_the_bounds_by_hand():

@@ -28,12 +28,13 @@ def chat(
     The cache is kept between turns. Lines of a piped standard input are turns, too.
     """
     from dofla.display import size
-    from dofla.runs.opening import open_model
+    from dofla.integration.checkpoint import load_any
+    from dofla.runs.opening import open_converted
     from dofla.serving.chat import Conversation
 
     check_numbers(new_tokens=new_tokens)
     view, asked = current_view(), sys.stdin.isatty()
-    network, tokenizer = open_model(model, device=device, **opening)
+    network, tokenizer = open_converted(model, device=device, load=load_any, **opening)
     conversation = Conversation(network, tokenizer, new_tokens=new_tokens, sample=sample, system=system)
     if not conversation.templated:
         view.note("the tokenizer has no chat template: the model continues your text")

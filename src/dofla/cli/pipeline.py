@@ -29,9 +29,10 @@ from dofla.cli.verb import current_view
 from dofla.errors import DoflaError
 from dofla.profiles.tolerance import DEFAULT_LAMBDA
 from dofla.runs import DEMO, RECIPES
+from dofla.runs.recipe import Compression, Distillation, Recipe, demo_recipes
 
 NAMES = sorted(path.stem for path in RECIPES.glob("*.yaml"))
-RECIPE = Sections([("runs/recipe.py", "Recipe")])
+RECIPE = Sections([Compression, Distillation])
 ONE_OF_DEMO = replace(RECIPE, before=DEMO)
 
 
@@ -225,8 +226,6 @@ def run(
     changes: Given = RECIPE,
 ) -> dict[str, Any]:
     """Run a recipe: compress, evaluate and report."""
-    from dofla.runs.recipe import Recipe
-
     return _run({"": Recipe.load(recipe, changes)}, out or Path("runs") / recipe.stem, device)
 
 
@@ -236,8 +235,6 @@ def demo(
     changes: Given = ONE_OF_DEMO,
 ) -> dict[str, Any]:
     """Compress and distill the bundled model: 3 min on a CPU core."""
-    from dofla.runs.recipe import demo_recipes
-
     return _run(demo_recipes(changes), out, device)
 
 

@@ -10,6 +10,8 @@ from dofla.cli.common import written
 from dofla.cli.options import Device, Given
 from dofla.cli.settings import Sections
 from dofla.cli.verb import current_view
+from dofla.paper.study import Study
+from dofla.runs.recipe import slug
 
 NAMES = "1, 2, scale, error-curve, 4, 5, 7, 11, 12, heads, 3, 6"
 """Names of the tables in :data:`dofla.paper.TABLES`."""
@@ -27,15 +29,13 @@ def reproduce(
         Path | None, typer.Option(help="Folder, where an interrupted run resumes; default runs/reproduce-MODEL-SCALE.")
     ] = None,
     device: Device = None,
-    changes: Given = Sections([("runs/recipe.py", "Recipe"), ("paper/study.py", "Study")]),
+    changes: Given = Sections([Study]),
 ) -> dict[str, Any]:
     """Reproduce the paper's tables for a model.
 
     The published figures stand beside them.
     """
     from dofla.paper.run import reproduce as make_tables
-    from dofla.paper.study import Study
-    from dofla.runs.recipe import slug
 
     study = Study.of(model, scale, seeds, changes)
     study.device = device or study.device

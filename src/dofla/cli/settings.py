@@ -1,6 +1,6 @@
 """``--set field=value``: parameters of the functions that a verb calls, with their types, defaults and help.
 
-They are read off the source, without importing it: help and a wrong name need neither torch nor transformers.
+Functions are read off the source, without importing it: help and a wrong name need neither torch nor transformers.
 """
 
 import ast
@@ -8,12 +8,13 @@ import inspect
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from dofla.errors import DoflaError
+from dofla.storage.fields import sections
 
 _ROOT = Path(__file__).parent.parent
 _LISTS = ("Collection[str]", "Sequence[str]", "list[str]")
@@ -111,36 +112,28 @@ class Settings:
 
 @dataclass(frozen=True)
 class Sections:
-    """The dataclass of a YAML file, whose fields ``section.field=value`` changes.
+    """The dataclasses of a YAML file, whose fields ``section.field=value`` changes.
 
     Args:
-        places: (module, name) of dataclasses; those derived from one in its module count with it.
+        kinds: the dataclasses, one of which the file is.
         before: names of several such files, one of which stands before each field.
     """
 
-    places: Sequence[tuple[str, str]]
+    kinds: Sequence[type]
     before: Sequence[str] = ()
 
     def __str__(self) -> str:
         start = f"{' or '.join(f'{name}.' for name in self.before)} before " if self.before else ""
-        return start + ", ".join(dict.fromkeys(name for place in self.places for name in _names_in(*place)))
+        return start + ", ".join(dict.fromkeys(name for kind in self.kinds for name in _names_in(kind)))
 
 
-def _names_in(file: str, name: str) -> Iterator[str]:
-    classes = {x.name: x for x in _module(file).body if isinstance(x, ast.ClassDef)}
-    kinds = [name, *(x.name for x in classes.values() if name in map(ast.unparse, x.bases))]
-    for one in (x for kind in kinds for x in _dataclass_fields(classes[kind])):
-        inner, own = classes.get(ast.unparse(one.annotation)), ast.unparse(one.target)
-        if inner is None:
-            yield _written(own)
+def _names_in(kind: type) -> Iterator[str]:
+    inner = sections(kind)
+    for one in fields(kind):
+        if one.name in inner:
+            yield from (f"{one.name}.{x.name}" for x in fields(inner[one.name]))
         else:
-            yield from (f"{own}.{ast.unparse(x.target)}" for x in _dataclass_fields(inner))
-
-
-def _dataclass_fields(node: ast.ClassDef) -> Iterator[ast.AnnAssign]:
-    for one in node.body:
-        if isinstance(one, ast.AnnAssign) and not ast.unparse(one.annotation).startswith("ClassVar"):
-            yield one
+            yield _written(one.name)
 
 
 @cache

@@ -210,16 +210,12 @@ def _tokens(tokenizer: Any, prompt: str, chat: bool) -> Tensor:
     Raises:
         DoflaError: there is no chat template that works, or the prompt has no tokens.
     """
-    if chat:
-        message = [{"role": "user", "content": prompt}]
-        options = {"add_generation_prompt": True, "return_tensors": "pt", "return_dict": True}
-        try:
-            ids = tokenizer.apply_chat_template(message, **options)["input_ids"]
-        except Exception as error:  # a template is a program, and fails in any way
-            reason = f"the tokenizer's does not work ({error})" if tokenizer.chat_template else "the tokenizer has none"
-            raise DoflaError(f"--chat needs a chat template, and {reason}: leave it out") from error
-    else:
-        ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
+    from dofla.serving.chat import templated
+
+    if chat and not tokenizer.chat_template:
+        raise DoflaError("--chat needs a chat template, and the tokenizer has none: leave it out")
+    message = [{"role": "user", "content": prompt}]
+    ids = templated(tokenizer, message) if chat else tokenizer(prompt, return_tensors="pt")["input_ids"]
     if not ids.shape[1]:
         raise DoflaError(f"--prompt {prompt!r} has no tokens: give a text to continue")
     return ids

@@ -125,7 +125,9 @@ def _reader(path: Path, text_field: str) -> Iterator[str]:
         raise DoflaError(f"{path}: holds tokens, not text; pass it alone, to token_windows")
     if kind == ".parquet":
         return _parquet(path, text_field)
-    return _json_lines(path, text_field) if kind in (".jsonl", ".json") else _text(path)
+    if kind in (".jsonl", ".json"):
+        return (_field(record, text_field, f"{path}: line {number}") for number, record in json_lines(path))
+    return _text(path)
 
 
 def _kind(path: Path) -> str:
@@ -184,19 +186,21 @@ def _has_wide_gap(path: Path) -> bool:
     return False
 
 
-def _json_lines(path: Path, text_field: str) -> Iterator[str]:
+def json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Number and object of each line of a file, plain or .gz, blank ones aside; DoflaError naming a line with anything
+    else."""
     for number, line in enumerate(_lines(path), start=1):
         if not line.strip():
             continue
         try:
             record = json.loads(line)
+            if "\\ud" in line.lower():  # perhaps half a surrogate pair, which is no character and tokenizers refuse
+                record = json.loads(json.dumps(record, ensure_ascii=False).encode("utf-8", "replace"))
         except (ValueError, RecursionError) as error:
-            raise DoflaError(f"{path}: bad JSON at line {number} ({error}); give one JSON object per line") from error
+            raise DoflaError(f"{path}: line {number}: no JSON ({error}); give one JSON object per line") from error
         if not isinstance(record, dict):
             raise DoflaError(f"{path}: line {number} is a {type(record).__name__}; give one JSON object per line")
-        text = _field(record, text_field, f"{path}: line {number}")
-        # JSON may escape half a surrogate pair, which is no character and which tokenizers refuse.
-        yield text if text.isascii() else text.encode("utf-8", "replace").decode()
+        yield number, record
 
 
 def _field(record: dict[str, Any], text_field: str, where: str) -> str:

@@ -129,17 +129,15 @@ def _padded(
 ) -> TokenWindows:
     if tokenizer.pad_token_id is None:
         raise DoflaError("tokenizer: no pad token, and padded windows need one; set tokenizer.pad_token")
-    texts: list[str] = []
     rows: list[list[int]] = []
     for batch in _batches(islice((piece for document in documents for piece in _pieces(document)), windows)):
-        texts += batch
         rows += _tokens(tokenizer, batch, truncation=True, max_length=length)
     if not rows:
         raise DoflaError(f"{name}: no text for a window; give more text, or another split or holdout")
     tokens = [torch.tensor(row, dtype=torch.int64) for row in rows]
     input_ids = pad_sequence(tokens, batch_first=True, padding_value=tokenizer.pad_token_id)
     attention_mask = pad_sequence([torch.ones_like(row) for row in tokens], batch_first=True)
-    return TokenWindows(input_ids, attention_mask, source=name, texts=tuple(texts))
+    return TokenWindows(input_ids, attention_mask, source=name)
 
 
 def _pieces(document: str) -> list[str]:

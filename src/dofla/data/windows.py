@@ -19,16 +19,14 @@ class TokenWindows:
         input_ids: [N, L] integers, stored as int64.
         attention_mask: [N, L], 1 a real token, 0 padding; None if all are real.
         source: what a run record says of where the tokens came from.
-        texts: the N texts of padded (encoder) windows.
 
     Raises:
-        DoflaError: not N ≥ 1 windows of L ≥ 1 integers with a mask of the same shape and a text for each, if any.
+        DoflaError: not N ≥ 1 windows of L ≥ 1 integers with a mask of the same shape, if any.
     """
 
     input_ids: torch.Tensor
     attention_mask: torch.Tensor | None = None
     source: str = "tensor"
-    texts: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "input_ids", _int64(self.input_ids, "input_ids"))
@@ -39,8 +37,6 @@ class TokenWindows:
                     f"attention_mask: shape {list(self.attention_mask.shape)} differs from that of input_ids, "
                     f"{list(self.input_ids.shape)}; give one number per token"
                 )
-        if self.texts is not None and len(self.texts) != len(self):
-            raise DoflaError(f"texts: {len(self.texts)} for {len(self)} windows; give one per window")
 
     def __len__(self) -> int:
         return self.input_ids.shape[0]
@@ -67,12 +63,8 @@ class TokenWindows:
         """The first n windows, or all of them if there are fewer; DoflaError for n < 1."""
         if n < 1:
             raise DoflaError(f"take: {n} windows asked for; ask for 1 or more")
-        return replace(
-            self,
-            input_ids=self.input_ids[:n],
-            attention_mask=None if self.attention_mask is None else self.attention_mask[:n],
-            texts=None if self.texts is None else self.texts[:n],
-        )
+        mask = None if self.attention_mask is None else self.attention_mask[:n]
+        return replace(self, input_ids=self.input_ids[:n], attention_mask=mask)
 
     @classmethod
     def of(cls, tokens: TokenWindows | torch.Tensor | Mapping[str, Any]) -> TokenWindows:

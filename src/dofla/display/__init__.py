@@ -1,7 +1,7 @@
 """Display of results and of progress: tables as text and as HTML, and progress bars."""
 
 from dofla.display.progress import Bar, reporting, reports_progress, showing
-from dofla.display.tables import Part, Result, as_html, as_text, factor, figure, percent, rounded, size, table
+from dofla.display.tables import Part, Result, as_html, as_text, factor, figure, percent, size, table
 
 __all__ = [
     "Bar",
@@ -14,7 +14,6 @@ __all__ = [
     "percent",
     "reporting",
     "reports_progress",
-    "rounded",
     "showing",
     "size",
     "table",

@@ -91,11 +91,6 @@ def _cell(content: RenderableType) -> str:
     return escape(content.plain if isinstance(content, Text) else str(content)).replace("\n", "<br>")
 
 
-def rounded(value: float, digits: int = 3) -> str:
-    """A figure. The divergence of attention that does not see some key at all is astronomical as computed: endless."""
-    return f"{value:.{digits}f}" if value < 1e4 else "∞"
-
-
 def figure(value: float) -> str:
     """A number in three significant digits, never in powers of ten."""
     if not math.isfinite(value):

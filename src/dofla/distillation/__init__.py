@@ -5,7 +5,6 @@ Knows students and windows, and no recipe.
 """
 
 from dofla.distillation.calibrate import calibrate
-from dofla.distillation.descent import SCHEDULES
 from dofla.distillation.end_to_end import distill_end_to_end
 from dofla.distillation.gradients import DIRECT
 from dofla.distillation.history import History
@@ -17,7 +16,6 @@ from dofla.distillation.trials import measure_curves
 __all__ = [
     "DIRECT",
     "LOSSES",
-    "SCHEDULES",
     "History",
     "calibrate",
     "distill",

@@ -1,7 +1,7 @@
-"""Adam at rates of their own for each kind of parameter, which a schedule lowers."""
+"""Adam at rates of their own for each kind of parameter, which fall along a cosine."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,19 +10,13 @@ from torch import nn
 from dofla.errors import DoflaError
 from dofla.layers import AttentionLayer
 
-SCHEDULES: dict[str, Callable[[float], float]] = {
-    "cosine": lambda done: (1 + math.cos(math.pi * done)) / 2,
-    "constant": lambda done: 1.0,
-}
-"""Share of the learning rate, by the share of the steps that are done. The paper names rates and no schedule."""
-
 
 class Descent:
-    """Adam that takes ``steps`` on groups of parameters, as :class:`torch.optim.Adam` has them, at rates that a
-    schedule lowers (a name in :data:`SCHEDULES`)."""
+    """Adam that takes ``steps`` on groups of parameters, as :class:`torch.optim.Adam` has them, at rates that fall to 0
+    along a cosine: the paper names rates and no schedule."""
 
-    def __init__(self, groups: Sequence[dict[str, Any]], schedule: str, steps: int) -> None:
-        self.schedule, self.steps = SCHEDULES[schedule], steps
+    def __init__(self, groups: Sequence[dict[str, Any]], steps: int) -> None:
+        self.steps = steps
         self.rates = [group["lr"] for group in groups]
         self.parameters: list[nn.Parameter] = [parameter for group in groups for parameter in group["params"]]
         self.optimizer = torch.optim.Adam(groups)
@@ -30,8 +24,9 @@ class Descent:
 
     def step(self, number: int) -> None:
         """Take step ``number``, from 0, along the gradients, and forget them."""
+        share = (1 + math.cos(math.pi * number / self.steps)) / 2
         for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
-            group["lr"] = rate * self.schedule(number / self.steps)
+            group["lr"] = rate * share
         for parameter in self.parameters:  # Adam is to count the same steps for all, as a checkpoint does
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)

@@ -13,7 +13,7 @@ from dofla.data import Images, TokenWindows
 from dofla.display import Bar, reports_progress
 from dofla.distillation.calibrate import calibrate
 from dofla.distillation.checkpoint import Checkpoint
-from dofla.distillation.descent import SCHEDULES, Descent, checked_rate
+from dofla.distillation.descent import Descent, checked_rate
 from dofla.distillation.distributed import add_gradients, gather, to_device
 from dofla.distillation.history import History
 from dofla.distillation.objective import Objective
@@ -49,7 +49,6 @@ def distill_end_to_end(
     weights: str = "lora",
     lora_rank: int = 16,
     learning_rates: Mapping[str, float] | None = None,
-    schedule: str = "cosine",
     precision: str | None = None,
     gradient_checkpointing: bool = False,
     context: int | None = None,
@@ -85,8 +84,8 @@ def distill_end_to_end(
         weights: what trains beside the feature maps: ``lora``, low-rank factors of every linear layer but the output
             layer; ``maps``, nothing; ``all`` weights.
         lora_rank: of the factors.
-        learning_rates: of ``maps`` (default 2e-3) and ``weights`` (default 1e-4 for ``lora``, 2e-5 for ``all``).
-        schedule: a name in :data:`dofla.distillation.SCHEDULES`.
+        learning_rates: of ``maps`` (default 2e-3) and ``weights`` (default 1e-4 for ``lora``, 2e-5 for ``all``); they
+            fall to 0 along a cosine.
         precision: ``bf16`` computes products in bfloat16; what trains is float32 in any case.
         gradient_checkpointing: compute the layers again for the backward pass, instead of keeping their activations.
         context: read the windows as if they began anywhere among so many positions; as for
@@ -113,7 +112,6 @@ def distill_end_to_end(
     refuse_trained(student)
     windows = windows_for(student, windows)
     check_choice("weights", weights, sorted(WEIGHTS))
-    check_choice("schedule", schedule, sorted(SCHEDULES))
     numbers = {"steps": steps, "batch_size": batch_size, "accumulate": accumulate, "lora_rank": lora_rank}
     check_numbers(**numbers, checkpoint_every=checkpoint_every)
     if precision not in PRECISIONS:
@@ -127,8 +125,7 @@ def distill_end_to_end(
     check_in_memory(student, "training")
     batches = Batches(windows, batch_size, accumulate * world_size(), seed, context)
     settings: dict[str, Any] = numbers | {"accumulate": batches.accumulate, "weights": weights}
-    settings["learning_rates"] = rates
-    settings |= {"schedule": schedule, "seed": seed, "precision": precision}
+    settings |= {"learning_rates": rates, "seed": seed, "precision": precision}
     settings |= {"gradient_checkpointing": gradient_checkpointing, "context": context}
 
     to_device(student)
@@ -145,7 +142,7 @@ def distill_end_to_end(
             maps = [parameter for layer in layers.values() for parameter in layer.parameters()]
             trained = {"maps": maps, "weights": list(part.weights.values())}
             groups = [{"params": trained[name], "lr": rate} for name, rate in rates.items() if trained[name]]
-            descent = Descent(groups, schedule, steps)
+            descent = Descent(groups, steps)
             identity = settings | {"plan": handle.plan.to_dict()["layers"]}
             run = (folder, identity, windows, checkpoint_every)
             checkpoint = Checkpoint(*run, parts, descent.optimizer, [loss.name])

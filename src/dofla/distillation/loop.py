@@ -14,7 +14,7 @@ from dofla.data import Images, TokenWindows
 from dofla.display import Bar, reports_progress
 from dofla.distillation.calibrate import calibrate
 from dofla.distillation.checkpoint import Checkpoint
-from dofla.distillation.descent import SCHEDULES, Descent, groups_of
+from dofla.distillation.descent import Descent, groups_of
 from dofla.distillation.distributed import add_gradients, to_device
 from dofla.distillation.gradients import DIRECT, layerwise_gradients, next_token_gradients
 from dofla.distillation.history import History
@@ -45,8 +45,6 @@ def distill(
     accumulate: int = 1,
     rows: int | None = 64,
     learning_rates: Mapping[str, float] | None = None,
-    schedule: str = "cosine",
-    own_inputs: float = 0.0,
     from_data: bool = True,
     context: int | None = None,
     seed: int = 0,
@@ -77,11 +75,7 @@ def distill(
         accumulate: forward passes per optimizer step.
         rows: query rows per window that the loss looks at, drawn anew each time, at a fraction of the cost of
             all (None); of ``softmax`` an unbiased estimate. ``direct`` sees all in any case.
-        learning_rates: by parameter name, over the feature map's own.
-        schedule: a name in :data:`dofla.distillation.SCHEDULES`: ``cosine``, falling to 0, or ``constant``.
-        own_inputs: share of the steps, at the end, in which layers are trained on the queries and keys that they get
-            in the student, behind linear layers, towards the attention that the teacher has there. Such a step takes
-            two forwards. Not for ``direct``, which never does otherwise.
+        learning_rates: by parameter name, over the feature map's own; they fall to 0 along a cosine.
         from_data: let maps that start from data do so.
         context: read the windows as if they began anywhere among so many positions (of models with rotary ones, where
             the teacher does not notice). A student that training showed the first L alone is lost beyond them; one with
@@ -95,7 +89,7 @@ def distill(
             called with (step, steps, loss of each layer) after each step.
 
     Raises:
-        DoflaError: not linearized; offloaded; unknown loss, schedule or parameter; ``direct`` for a model that predicts
+        DoflaError: not linearized; offloaded; unknown loss or parameter; ``direct`` for a model that predicts
             no next token; a number out of range; fewer windows than one step takes; a loss
             that is not finite, naming layer and step (nothing of that step is saved); a folder holding a run of other
             settings; a last batch with fewer windows than there are processes.
@@ -103,12 +97,9 @@ def distill(
     handle = Converted.of(student)
     check_in_memory(student, "training")
     check_choice("loss", loss, sorted([*LOSSES, DIRECT]))
-    check_choice("schedule", schedule, sorted(SCHEDULES))
     windows = windows_for(student, windows)
     check_numbers(epochs=epochs, batch_size=batch_size, accumulate=accumulate, checkpoint_every=checkpoint_every)
     check_numbers(**{k: v for k, v in (("steps", steps), ("rows", rows)) if v is not None})
-    if not 0 <= own_inputs <= 1 or (own_inputs and loss == DIRECT):
-        raise DoflaError(f"own_inputs is {own_inputs}, loss {loss!r}: give a share of the steps, 0 to 1 (0 for direct)")
     context = context_of(handle, windows, context)
     batches = Batches(windows, batch_size * world_size(), accumulate, seed, context)
     if 0 < (left := len(windows) % batches.batch_size) < world_size():
@@ -119,11 +110,11 @@ def distill(
     steps = steps or epochs * batches.per_epoch
     rates = dict(learning_rates or {})
     settings: dict[str, Any] = {"loss": loss, "steps": steps, "batch_size": batches.batch_size}
-    settings |= {"accumulate": accumulate, "rows": rows, "seed": seed, "learning_rates": rates, "schedule": schedule}
-    settings |= {"own_inputs": own_inputs, "from_data": from_data, "context": context}
+    settings |= {"accumulate": accumulate, "rows": rows, "seed": seed, "learning_rates": rates}
+    settings |= {"from_data": from_data, "context": context}
     identity = settings | {"plan": handle.plan.to_dict()["layers"]}
     layers, columns = handle.layers, [DIRECT] if loss == DIRECT else list(handle.layers)
-    descent = Descent(groups_of(layers, rates), schedule, steps)
+    descent = Descent(groups_of(layers, rates), steps)
     checkpoint = Checkpoint(folder, identity, windows, checkpoint_every, layers, descent.optimizer, columns)
     to_device(student)
 
@@ -136,15 +127,8 @@ def distill(
             if loss == DIRECT:
                 losses = next_token_gradients(student, layers, of_step)
             else:
-                losses = layerwise_gradients(
-                    student,
-                    layers,
-                    of_step,
-                    loss=loss,
-                    rows=rows,
-                    generator=partial(generator_of, seed, step),
-                    own_inputs=step >= steps * (1 - own_inputs),
-                )
+                draws = partial(generator_of, seed, step)
+                losses = layerwise_gradients(student, layers, of_step, loss=loss, rows=rows, generator=draws)
             for name, value in losses.items():
                 if not math.isfinite(value):
                     what = "next-token loss" if name == DIRECT else f"loss of layer {name}"

@@ -1,8 +1,6 @@
 """Losses of one layer: its attention, or what comes of it, against the teacher's (arXiv 2507.03340, section 4).
 
-The paper's student sees the teacher's queries and keys. In the student itself, behind layers that are linear already,
-it sees others: each loss takes the teacher's call of the layer, and the call that the student answers, which may be
-the same.
+Teacher and student see the same call of the layer: the teacher's queries and keys.
 
 Of a batch that several processes share, each has the calls of its own windows. What a loss divides by, or takes the
 logarithm of, it sums over all of them first: so its value is that of the whole batch, and the gradients of all
@@ -20,8 +18,8 @@ from dofla.distillation.scores import log_scores
 from dofla.integration.recorder import AttentionCall
 from dofla.layers import AttentionLayer
 
-LayerLoss = Callable[[AttentionCall, AttentionCall, AttentionLayer, Tensor], Tensor]
-"""(the teacher's call, the student's call, the student's layer, query rows [R]) → scalar."""
+LayerLoss = Callable[[AttentionCall, AttentionLayer, Tensor], Tensor]
+"""(the teacher's call, the student's layer, query rows [R]) → scalar."""
 
 
 def student_log_scores(call: AttentionCall, layer: AttentionLayer, rows: Tensor) -> Tensor:
@@ -30,9 +28,9 @@ def student_log_scores(call: AttentionCall, layer: AttentionLayer, rows: Tensor)
     return scores.masked_fill(call.hidden(rows), LOG_ZERO)
 
 
-def attention_kl(teacher: AttentionCall, call: AttentionCall, layer: AttentionLayer, rows: Tensor) -> Tensor:
+def attention_kl(call: AttentionCall, layer: AttentionLayer, rows: Tensor) -> Tensor:
     """KL(teacher ‖ student) of the attention of each row [B, H, R], nats."""
-    return divergence(teacher.log_weights(rows), torch.log_softmax(student_log_scores(call, layer, rows), dim=-1))
+    return divergence(call.log_weights(rows), torch.log_softmax(student_log_scores(call, layer, rows), dim=-1))
 
 
 def divergence(teacher: Tensor, student: Tensor) -> Tensor:
@@ -40,9 +38,9 @@ def divergence(teacher: Tensor, student: Tensor) -> Tensor:
     return (teacher.exp() * (teacher - student)).sum(dim=-1)
 
 
-def softmax_loss(teacher: AttentionCall, call: AttentionCall, layer: AttentionLayer, rows: Tensor) -> Tensor:
+def softmax_loss(call: AttentionCall, layer: AttentionLayer, rows: Tensor) -> Tensor:
     """Mean KL over heads and rows: the paper's cross-entropy less the teacher's entropy, so 0 is perfect."""
-    return _mean_of_rows(attention_kl(teacher, call, layer, rows), call, rows)
+    return _mean_of_rows(attention_kl(call, layer, rows), call, rows)
 
 
 def _mean_of_rows(values: Tensor, call: AttentionCall, rows: Tensor) -> Tensor:
@@ -59,27 +57,26 @@ def _mean_of_rows(values: Tensor, call: AttentionCall, rows: Tensor) -> Tensor:
     return total / expected
 
 
-def output_loss(teacher: AttentionCall, call: AttentionCall, layer: AttentionLayer, rows: Tensor) -> Tensor:
+def output_loss(call: AttentionCall, layer: AttentionLayer, rows: Tensor) -> Tensor:
     """Mean KL, and the squared error of the attention output relative to the teacher's own square, mean of heads.
 
     The values tell which errors of attention matter; alone they leave rows undetermined whose values are alike.
     """
-    exact, approximate = teacher.log_weights(rows), torch.log_softmax(student_log_scores(call, layer, rows), dim=-1)
-    groups = call.query.shape[1] // call.value.shape[1]
+    exact, approximate = call.log_weights(rows), torch.log_softmax(student_log_scores(call, layer, rows), dim=-1)
+    value = accumulable(call.value).repeat_interleave(call.query.shape[1] // call.value.shape[1], dim=1)
     real = call.real_rows(rows)[:, None, :, None]
-    wanted = exact.exp() @ accumulable(teacher.value).repeat_interleave(groups, dim=1) * real
-    found = approximate.exp() @ accumulable(call.value).repeat_interleave(groups, dim=1) * real
+    wanted, found = exact.exp() @ value * real, approximate.exp() @ value * real
     over = (0, 2, 3)
     error, square = gather(torch.stack([(found - wanted).square().sum(over), wanted.square().sum(over)])).sum(0)
     relative = error / square.clamp_min(torch.finfo(square.dtype).tiny)
     return _mean_of_rows(divergence(exact, approximate), call, rows) + relative.mean()
 
 
-def log_kernel_errors(teacher: AttentionCall, approximate: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+def log_kernel_errors(call: AttentionCall, approximate: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
     """Log of Σ (K − K̂)² and of Σ K², over the visible pairs of the whole batch, per query head [H]; ``approximate`` are
     the :func:`student_log_scores`."""
-    hidden = teacher.hidden(rows) | ~teacher.real_rows(rows)[:, None, :, None]
-    exact = exact_scores(teacher.query[:, :, rows], teacher.key, teacher.scaling).masked_fill(hidden, LOG_ZERO)
+    hidden = call.hidden(rows) | ~call.real_rows(rows)[:, None, :, None]
+    exact = exact_scores(call.query[:, :, rows], call.key, call.scaling).masked_fill(hidden, LOG_ZERO)
     approximate = approximate.masked_fill(hidden, LOG_ZERO)
     over = (0, 2, 3)
     level = torch.maximum(exact.amax(over), approximate.amax(over)).detach()
@@ -89,15 +86,14 @@ def log_kernel_errors(teacher: AttentionCall, approximate: Tensor, rows: Tensor)
     return error + 2 * level, torch.logsumexp(2 * exact.transpose(0, 1).flatten(1), dim=-1)
 
 
-def l2_loss(teacher: AttentionCall, call: AttentionCall, layer: AttentionLayer, rows: Tensor) -> Tensor:
+def l2_loss(call: AttentionCall, layer: AttentionLayer, rows: Tensor) -> Tensor:
     """Squared error of the kernel over the visible pairs, relative to the kernel's own square, as a log, mean of heads.
 
     The paper's plain squared error overflows on real heads, where K passes exp(100). Per head, the logarithm of the
     relative error has the same minimum on a batch and a gradient of the same direction, to whose length Adam is blind.
     """
-    error, square = gather(
-        torch.stack(log_kernel_errors(teacher, student_log_scores(call, layer, rows), rows))
-    ).logsumexp(0)
+    errors = log_kernel_errors(call, student_log_scores(call, layer, rows), rows)
+    error, square = gather(torch.stack(errors)).logsumexp(0)
     return (error - square).mean()
 
 

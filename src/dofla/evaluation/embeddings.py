@@ -1,6 +1,6 @@
 """Sentence embeddings of an encoder before and after."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypedDict
 
 import torch
@@ -41,11 +41,11 @@ def _embed(model: PreTrainedModel, batch: dict[str, Tensor]) -> Tensor:
     return mean_pooled(run_body(model, batch)["last_hidden_state"].float(), batch.get("attention_mask"))
 
 
-def spearman(x: Tensor, y: Tensor) -> float:
+def spearman(x: Sequence[float] | Tensor, y: Sequence[float] | Tensor) -> float:
     """Rank correlation of two lists [N]; ties share their mean rank. nan if one list is constant."""
     return torch.corrcoef(torch.stack([_ranks(x), _ranks(y)]))[0, 1].item()
 
 
-def _ranks(values: Tensor) -> Tensor:
-    _, places, counts = values.unique(return_inverse=True, return_counts=True)
+def _ranks(values: Sequence[float] | Tensor) -> Tensor:
+    _, places, counts = torch.as_tensor(values, dtype=torch.float64).unique(return_inverse=True, return_counts=True)
     return (counts.cumsum(0) - (counts - 1) / 2).double()[places]

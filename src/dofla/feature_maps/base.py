@@ -51,12 +51,16 @@ class FeatureMap(nn.Module, ABC):
         """Draw parameters and buffers anew, from ``generator`` (a CPU generator) where there is chance in it."""
 
     @abstractmethod
+    def log_features(self, x: Tensor, scaling: float, side: str) -> Tensor:
+        """Log-features [B, H, L, M] of vectors ``x`` [B, H, L, d] of a side, ``query`` or ``key``."""
+
     def log_query(self, x: Tensor, scaling: float) -> Tensor:
-        """Log-features [B, H, L, M] of queries ``x`` [B, H, L, d], H a multiple of ``heads``."""
+        """Log-features of queries, H a multiple of ``heads``."""
+        return self.log_features(x, scaling, "query")
 
     def log_key(self, x: Tensor, scaling: float) -> Tensor:
-        """Log-features [B, heads, L, M] of keys ``x`` [B, heads, L, d]; by default made as those of queries."""
-        return self.log_query(x, scaling)
+        """Log-features of keys, H = ``heads``."""
+        return self.log_features(x, scaling, "key")
 
     def calibrate(self, query: Tensor, key: Tensor) -> None:
         """Start from a sample of the vectors that the heads will see: ``query`` and ``key`` [heads, n, d]."""
@@ -85,10 +89,7 @@ class AffineFeatureMap(FeatureMap):
     def affine(self, scaling: float, dtype: torch.dtype) -> tuple[Affine, Affine]:
         """The maps of queries and of keys, in ``dtype``."""
 
-    def log_query(self, x: Tensor, scaling: float) -> Tensor:
+    def log_features(self, x: Tensor, scaling: float, side: str) -> Tensor:
         x = accumulable(x)
-        return self.affine(scaling, x.dtype)[0](x)
-
-    def log_key(self, x: Tensor, scaling: float) -> Tensor:
-        x = accumulable(x)
-        return self.affine(scaling, x.dtype)[1](x)
+        query, key = self.affine(scaling, x.dtype)
+        return query(x) if side == "query" else key(x)

@@ -59,7 +59,7 @@ class DiJiangCode(DrawnFeatureMap):
         columns = dct_matrix(self.head_dim).float().mT
         self.z.copy_(t * columns[torch.arange(self.features) % self.head_dim])
 
-    def log_query(self, x: Tensor, scaling: float) -> Tensor:
+    def log_features(self, x: Tensor, scaling: float, side: str) -> Tensor:
         return torch.log_softmax(projected(x, self.z, scaling), dim=-1)
 
 

@@ -17,7 +17,7 @@ class Elu1(DrawnFeatureMap):
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
         self.z.copy_(identity_first(self.heads, self.features, self.head_dim, generator))
 
-    def log_query(self, x: Tensor, scaling: float) -> Tensor:
+    def log_features(self, x: Tensor, scaling: float, side: str) -> Tensor:
         rows = projected(x, self.z, scaling)
         # Below 0 the feature is an exponential, whose logarithm is the exponent itself, however far down.
         return torch.where(rows < 0, rows, torch.log1p(rows.clamp(min=0)))

@@ -35,13 +35,7 @@ class Hedgehog(FeatureMap):
         # The same start: a query is then most like the keys that point its way.
         self.key.copy_(self.query)
 
-    def log_query(self, x: Tensor, scaling: float) -> Tensor:
-        return self._log_features(self.query, x, scaling)
-
-    def log_key(self, x: Tensor, scaling: float) -> Tensor:
-        return self._log_features(self.key, x, scaling)
-
-    def _log_features(self, weight: Tensor, x: Tensor, scaling: float) -> Tensor:
-        rows = projected(x, weight, scaling)
+    def log_features(self, x: Tensor, scaling: float, side: str) -> Tensor:
+        rows = projected(x, getattr(self, side), scaling)
         negative = -rows[..., : self.features // 2]
         return torch.cat([torch.log_softmax(rows, dim=-1), torch.log_softmax(negative, dim=-1)], dim=-1)

@@ -50,14 +50,7 @@ class MLP(StandardizedMap):
             getattr(self, f"{side}_bias").zero_()
             getattr(self, f"{side}_in_bias").zero_()
 
-    def log_query(self, x: Tensor, scaling: float) -> Tensor:
-        return self._log_features(x, "query")
-
-    def log_key(self, x: Tensor, scaling: float) -> Tensor:
-        log_features = self._log_features(x, "key")
-        return log_features + self.log_scale.to(log_features.dtype).unsqueeze(-1)
-
-    def _log_features(self, x: Tensor, side: str) -> Tensor:
+    def log_features(self, x: Tensor, scaling: float, side: str) -> Tensor:
         batch, heads, length, _ = x.shape
         z = self.standardized(accumulable(x), side)
         weight, bias, inner, inner_bias, outer = (
@@ -65,4 +58,6 @@ class MLP(StandardizedMap):
         )
         hidden = F.silu(z @ inner.mT + inner_bias.unsqueeze(-2))
         log_features = z @ weight.mT + hidden @ outer.mT + bias.unsqueeze(-2)
+        if side == "key":
+            log_features = log_features + self.log_scale.to(z.dtype).unsqueeze(-1)
         return log_features.view(batch, heads, length, -1)

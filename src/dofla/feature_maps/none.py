@@ -16,8 +16,5 @@ class NoFeatures(FeatureMap):
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
         """There is nothing to draw."""
 
-    def log_query(self, x: Tensor, scaling: float) -> Tensor:
-        return accumulable(x).new_zeros(*x.shape[:-1], self.features)
-
-    def log_key(self, x: Tensor, scaling: float) -> Tensor:
-        return accumulable(x).new_full((*x.shape[:-1], self.features), LOG_ZERO)
+    def log_features(self, x: Tensor, scaling: float, side: str) -> Tensor:
+        return accumulable(x).new_full((*x.shape[:-1], self.features), 0.0 if side == "query" else LOG_ZERO)

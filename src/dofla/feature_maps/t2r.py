@@ -41,8 +41,6 @@ class T2R(FeatureMap):
         self.query_bias.zero_()
         self.key_bias.zero_()
 
-    def log_query(self, x: Tensor, scaling: float) -> Tensor:
-        return torch.log(torch.relu(projected(x, self.query, scaling, self.query_bias)) + FLOOR)
-
-    def log_key(self, x: Tensor, scaling: float) -> Tensor:
-        return torch.log(torch.relu(projected(x, self.key, scaling, self.key_bias)) + FLOOR)
+    def log_features(self, x: Tensor, scaling: float, side: str) -> Tensor:
+        rows = projected(x, getattr(self, side), scaling, getattr(self, f"{side}_bias"))
+        return torch.log(torch.relu(rows) + FLOOR)

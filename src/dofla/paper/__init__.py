@@ -4,9 +4,7 @@ number of features, and its tables, on models that you can run.
 Makes its students as ``runs`` does; nothing but the command line knows of it.
 """
 
-from dofla.paper.run import TABLES, reproduce
-from dofla.paper.sampled import sample_features
-from dofla.paper.study import Study
-from dofla.paper.table import Figure, Table
+import lazy_loader
 
-__all__ = ["TABLES", "Figure", "Study", "Table", "reproduce", "sample_features"]
+# What is exported stands in __init__.pyi, and is imported when it is first used: help on recipes waits for no torch.
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -3,7 +3,6 @@
 import copy
 import statistics
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import asdict
 from itertools import chain
 from typing import Any
@@ -88,14 +87,9 @@ def _difference(fixed: list[list[TaskScores]], several: list[list[TaskScores]]) 
 
 
 def _resampled(gains: Tensor, generator: torch.Generator) -> Tensor:
-    """Means [draws] over as many items drawn with replacement. They hold 1, -1 and 0 only, so it is enough to draw how
-    often each comes, which costs nothing for ten thousand items."""
-    count = torch.full((_DRAWS,), float(len(gains)), dtype=gains.dtype)
-    share_won, share_lost = ((gains == value).to(gains.dtype).mean() for value in (1, -1))
-    won = torch.binomial(count, share_won.expand(_DRAWS).contiguous(), generator=generator)
-    of_others = share_lost / (1 - share_won) if share_won < 1 else torch.zeros_like(share_lost)
-    lost = torch.binomial(count - won, of_others.clamp(max=1).expand(_DRAWS).contiguous(), generator=generator)
-    return (won - lost) / len(gains)
+    """Means [draws] over as many items drawn with replacement."""
+    drawn = (torch.randint(len(gains), (len(gains),), generator=generator) for _ in range(_DRAWS))
+    return torch.stack([gains[items].mean() for items in drawn])
 
 
 def _critical(teacher: Sequence[TaskScores], student: Sequence[TaskScores]) -> float:
@@ -151,15 +145,14 @@ def _finetuned(bench: Bench, spec: StudentSpec | None) -> list[Cell]:
 
 
 def _finetune(bench: Bench, spec: StudentSpec | None, seed: int, name: str) -> dict[str, Any]:
-    home = bench.students.home(spec, seed) if spec else bench.folder / "teacher"
-    path = home / f"finetuned-{name}{'' if spec else f'-seed{seed}'}.json"
+    who = spec.name if spec else "Original"
 
-    if not path.exists():
-        who = spec.name if spec else "Original"
-        with bench.students.made(spec, seed) if spec else nullcontext(bench.students.opened.model) as model:
-            # Fine-tuning changes the weights, so it gets a copy.
-            bench.measured(path, lambda: _learned(bench, copy.deepcopy(model), seed, name, who))
-    return bench.measured(path, dict)
+    def measure(model: PreTrainedModel) -> dict[str, Any]:
+        return _learned(bench, copy.deepcopy(model), seed, name, who)  # a copy, for it changes the weights
+
+    if spec is None:
+        return bench.of_teacher(f"finetuned-{name}-seed{seed}", measure)
+    return bench.of_student(spec, seed, f"finetuned-{name}", measure)
 
 
 def _learned(bench: Bench, model: PreTrainedModel, seed: int, name: str, who: str) -> dict[str, Any]:

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dofla.evaluation.embeddings import spearman
 from dofla.integration.recorder import AttentionCall, recording, run_body
 from dofla.paper.bench import Bench
-from dofla.paper.error_curve import METHODS, error_curve, features_needed, rank_correlation
+from dofla.paper.error_curve import METHODS, error_curve, features_needed
 from dofla.paper.table import Figure, Table
 from dofla.storage.files import plain
 
@@ -41,7 +42,7 @@ def errors_against_size(bench: Bench) -> Table:
     ]
     for method in _NEEDED:
         needed = [math.inf if head[method] is None else head[method] for head in record["needed"].values()]
-        correlation = rank_correlation(dof, needed)
+        correlation = spearman(dof, needed)
         notes.append(
             f"features that {method} draws need for a kernel error of {_TARGET}: {_range(needed)}; rank correlation "
             f"with the degrees of freedom over heads {correlation:.2f}"

@@ -2,9 +2,9 @@
 
 import statistics
 
+from dofla.evaluation.embeddings import spearman
 from dofla.paper import published
 from dofla.paper.bench import Bench, per_seed
-from dofla.paper.error_curve import rank_correlation
 from dofla.paper.methods import scaled, trained
 from dofla.paper.table import Figure, Rows, Table
 from dofla.profiles.spectrum import NORMALIZATIONS
@@ -73,7 +73,7 @@ def scale_of_dof(bench: Bench) -> Table:
             largest = [max(row) for row in dof]
             widest = Figure.of(max(largest) / statistics.fmean(largest) * bench.study.budget, 0)
             figures = [Figure.of(value, 1) for value in (flat[0], statistics.median(flat), flat[-1])]
-            alike = Figure.of(rank_correlation(largest, default), 2)
+            alike = Figure.of(spearman(largest, default), 2)
             quality = None
             if (normalization, exponent) in _TRAINED:
                 student = scaled(normalization, exponent)

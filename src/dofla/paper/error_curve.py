@@ -3,12 +3,11 @@
 Measured, over several seeds, for features drawn in each of :data:`METHODS`:
 
 - kernel: ‖K̂ − K‖ / ‖K‖ in L²(ρ⊗ρ), ρ the empirical distribution of all queries and keys together;
-- kl, tv: between rows of softmax attention and of its estimate (queries against keys, no mask), Kullback-Leibler
-  divergence in nats and total variation, means over the queries. This is what attention sees: K enters it normalized.
+- kl: Kullback-Leibler divergence in nats between rows of softmax attention and of its estimate (queries against keys,
+  no mask), mean over the queries. This is what attention sees: K enters it normalized.
 
 Theory (`dofla.paper.theory`; arXiv 2507.03340, sections 2 and 3): the least error that any kernel of rank M has
-(Eckart and Young), what Theorem 3 guarantees for M draws from q_λ at its best λ and t, and the M it asks for at
-given λ, t, δ.
+(Eckart and Young), what Theorem 3 guarantees for M draws from q_λ at its best λ and t, and the M it asks for.
 
 M independent draws with alpha = 1/q have the mean squared relative error V/M, V = E_q[(‖φ‖² / q)²] / ‖Σ‖_HS² − 1,
 where ‖φ‖² = (1/J) Σ_j φ(x_j; z)². For q = 1 it is known: E_z[φ_i² φ_j²] = exp(2s|x_i + x_j|² − s|x_i|² − s|x_j|²).
@@ -22,8 +21,8 @@ import torch
 from torch import Tensor
 
 from dofla.attention import log_kernel
+from dofla.distillation.losses import divergence
 from dofla.errors import DoflaError, check_choice
-from dofla.evaluation.embeddings import spearman
 from dofla.feature_maps.projections import orthogonal_gaussian
 from dofla.paper import theory
 from dofla.paper.sampling import leverage_features
@@ -32,6 +31,8 @@ from dofla.profiles.tolerance import DEFAULT_LAMBDA
 SIZES = (8, 16, 32, 64, 128, 256, 512)
 METHODS = ("iid", "orthogonal", "leverage", "leverage gaussian")
 """Draws from N(0, I); the same, orthogonal in blocks; draws from q_λ, by the proposal `data`; by `gaussian`."""
+_DELTA = 0.1
+"""The probability δ with which Theorem 3 may fail."""
 _LAMBDAS = tuple(2.0**exponent for exponent in range(-16, 1))
 """Where the bound looks for its best λ, relative to tr Σ; beyond 1 the kernel is all remainder."""
 
@@ -44,8 +45,6 @@ def error_curve(
     sizes: Sequence[int] = SIZES,
     methods: Sequence[str] = METHODS,
     lam: float = DEFAULT_LAMBDA,
-    t: float = 1.0,
-    delta: float = 0.1,
     seeds: int = 5,
     candidates: int = 4096,
     fit: Tensor | None = None,
@@ -58,17 +57,16 @@ def error_curve(
         sizes: M; within a seed the smaller draws are the beginnings of the largest.
         methods: of :data:`METHODS`.
         lam: λ of the leverage features and of the degrees of freedom, relative to tr Σ.
-        t, delta: at which ``required_features`` is asked for; delta also in the bound.
         seeds: how many draws, at least 2.
         candidates: of the leverage features.
         fit: [J, d] other vectors to draw the leverage features for: the error is then one on fresh vectors, of which
             Theorem 3 says nothing. Default: ρ itself, the setting of the theorem.
 
     Returns:
-        ``sizes``; ``vectors`` (of ρ); ``lam``, ``t``, ``delta``; ``degrees_of_freedom`` N*_λ; ``required_features``;
-        ``best_rank`` and ``bound``, relative kernel errors, one per size (bound: None where no λ up to tr Σ meets the
-        condition of Theorem 3; above 1 it promises less than K̂ = 0 has); ``measured``: for each method and each of
-        kernel, kl, tv the ``mean`` and ``spread`` (standard deviation over seeds), one number per size.
+        ``degrees_of_freedom`` N*_λ; ``required_features`` of Theorem 3 at t = 1 and δ = .1; ``best_rank`` and ``bound``
+        (at this δ), relative kernel errors, one per size (bound: None where no λ up to tr Σ meets the condition of
+        Theorem 3; above 1 it promises less than K̂ = 0 has); ``measured``: for each method and each of kernel and kl the
+        ``mean`` and ``spread`` (standard deviation over seeds), one number per size.
 
     Raises:
         DoflaError: a number out of range, an unknown method, vectors that are no finite matrices of one width.
@@ -84,22 +82,17 @@ def error_curve(
         for seed in range(seeds):
             draw = _draw(method, head.vectors if fit is None else fit, scaling, max(sizes), lam, candidates, seed)
             errors.append([head.errors(draw[0][:size], draw[1][:size]) for size in sizes])
-        table = torch.tensor(errors, dtype=torch.float64)  # [seeds, sizes, 3]
+        table = torch.tensor(errors, dtype=torch.float64)  # [seeds, sizes, 2]
         measured[method] = {
             name: {"mean": table[..., n].mean(0).tolist(), "spread": table[..., n].std(0).tolist()}
-            for n, name in enumerate(("kernel", "kl", "tv"))
+            for n, name in enumerate(("kernel", "kl"))
         }
     dof = theory.degrees_of_freedom(head.gram, lam)
     return {
-        "sizes": list(sizes),
-        "vectors": len(head.vectors),
-        "lam": lam,
-        "t": t,
-        "delta": delta,
         "degrees_of_freedom": dof,
-        "required_features": theory.required_features(dof, t, delta),
+        "required_features": theory.required_features(dof, 1.0, _DELTA),
         "best_rank": best_rank_errors(head.gram, sizes),
-        "bound": theorem_errors(head.gram, sizes, delta),
+        "bound": theorem_errors(head.gram, sizes, _DELTA),
         "measured": measured,
     }
 
@@ -182,16 +175,6 @@ def features_needed(
     return max(math.expm1(excess), 0.0) / error**2 if excess < 700 else math.inf
 
 
-def rank_correlation(a: Sequence[float], b: Sequence[float]) -> float:
-    """Spearman's rank correlation of two equally long lists; ties share their mean rank. nan if one list is constant.
-
-    Over heads, with a the degrees of freedom and b of `features_needed`: how well the former predict the latter.
-    """
-    if len(a) != len(b) or len(a) < 2:
-        raise DoflaError(f"lists of {len(a)} and {len(b)} numbers: give two equally long ones, 2 numbers or more")
-    return spearman(*(torch.tensor(values, dtype=torch.float64) for values in (a, b)))
-
-
 class _Head:
     """A head's kernel, and what an estimate of it is compared with."""
 
@@ -202,17 +185,14 @@ class _Head:
         self.gram = theory.prf_gram(self.vectors, scaling, self.log_scale)
         self.log_rows = (scaling * queries @ keys.T).log_softmax(-1)
 
-    def errors(self, z: Tensor, log_alpha: Tensor) -> tuple[float, float, float]:
-        """Relative kernel error, KL and total variation of the features z [M, d] with log alpha [M]."""
+    def errors(self, z: Tensor, log_alpha: Tensor) -> tuple[float, float]:
+        """Relative kernel error and KL of the features z [M, d] with log alpha [M]."""
         log_features = theory.prf_log_features(self.vectors, z, self.scaling, self.log_scale)
         log_features = (log_features + (log_alpha - math.log(len(z))) / 2)[None, None]
         log_estimate = log_kernel(log_features, log_features)[0, 0]
         kernel = torch.linalg.matrix_norm(log_estimate.exp() - self.gram) / torch.linalg.matrix_norm(self.gram)
         estimated = log_estimate[: self.queries, self.queries :].log_softmax(-1)
-        rows = self.log_rows.exp()
-        kl = (rows * (self.log_rows - estimated)).sum(-1).mean()
-        tv = (rows - estimated.exp()).abs().sum(-1).mean() / 2
-        return kernel.item(), kl.item(), tv.item()
+        return kernel.item(), divergence(self.log_rows, estimated).mean().item()
 
 
 def _draw(

@@ -4,9 +4,9 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
+from dofla.evaluation.embeddings import spearman
 from dofla.paper import published
 from dofla.paper.bench import Bench, per_seed
-from dofla.paper.error_curve import rank_correlation
 from dofla.paper.methods import baselines, leverage, other_maps, over_heads, paper_methods, trained, wide
 from dofla.paper.table import Cell, Figure, Table
 from dofla.runs.run import layer_mean
@@ -71,7 +71,7 @@ def kernel_error(bench: Bench) -> Table:
     section, key = bench.quality
     quality = [statistics.fmean(run[section][key] for run in own) for own in several]
     titles = {"kernel_error": "L2 error of the kernel", "kl": "attention KL", "output_error": "attention output error"}
-    values = {name: rank_correlation([_layer_mean(own, name).mean for own in several], quality) for name in titles}
+    values = {name: spearman([_layer_mean(own, name).mean for own in several], quality) for name in titles}
     correlations = ", ".join(f"{titles[name]} {value:.2f}" for name, value in values.items())
     return Table(
         "Table 11: relative L2 error of the kernel, per layer",

@@ -24,27 +24,9 @@ relative to the base distribution (zeros: that itself); `t` in (0, 3] is the tol
 vectors; `delta` in (0, 1) is δ: the paper's statement fails with probability at most 2δ, the bounds here at most δ.
 Anything else is a DoflaError.
 
-What is proved here
--------------------
-The paper's Theorem 3 (our account of it) says: if q has N = sup_z l_λ(z) / q(z) and M ≥ (4N/t) log(64N / (δt)) with
-0 < t ≤ 3, then with probability 1 − 2δ the kernel and the attention-weighted integral ∫ v K dρ are both approximated,
-with errors that shrink with t and λ. `required_features` is that condition. The bounds below are NOT the paper's
-expressions; they are derived as follows, and hold on one event whose probability is at least 1 − δ.
-
-Write A = Σ + λI, D = A^-½ Σ A^-½, X_m = A^-½ (φ_m ⊗ φ_m) A^-½ / q(z_m), and E = (1/M) Σ_m X_m − D. The event is
-‖E‖_op ≤ √t.
-
-1. X_m is positive, of rank one, with trace l_λ(z_m) / q(z_m) ≤ N, and mean D, for which tr D = N*_λ ≤ N and ‖D‖_op ≤ 1.
-   So ‖X_m − D‖_op ≤ N, and E[(X_m − D)²] ≼ E[X_m²] ≼ N·D.
-2. If N ≤ √t the event is certain, by the first half of 1.
-3. Otherwise apply the matrix Bernstein inequality with intrinsic dimension (Tropp 2015, Theorem 7.3.1) to the M terms
-   (X_m − D) / M: each is at most N/M, and the variance lies below (N/M)·(D + (1 − ‖D‖_op) e⊗e), e the top eigenvector
-   of D, which has norm N/M and trace at most (N/M)(N + 1). Hence
-   P(‖E‖_op ≥ √t) ≤ 8 (N + 1) exp(−(t/2)(M/N) / (1 + √t/3)) ≤ 8 (N + 1) · δt / (64N) ≤ δ (t + √t) / 8 < δ,
-   the second step because t ≤ 3 makes 2 / (1 + √t/3) > 1 and the logarithm is positive, the third because N > √t. (The
-   inequality asks √t ≥ √(N/M) + N/(3M); N/M ≤ t / (4·3.6), as the logarithm exceeds log(64/√3) > 3.6.)
-
-`kernel_error_bound` and `integral_error_bound` then follow from Σ̂ − Σ = A^½ E A^½ without further probability.
+`required_features` is the condition of Theorem 3. The bounds are not the paper's expressions: docs/api/theory.md proves
+that with A = Σ + λI, D = A^-½ Σ A^-½ and E = A^-½ Σ̂ A^-½ − D the event ‖E‖_op ≤ √t, on which they hold, has probability
+1 − δ at least.
 """
 
 import math
@@ -169,7 +151,7 @@ def kernel_error_bound(gram: Tensor, lam: float, t: float, max_leverage: float) 
         t·‖Σ‖_HS² + 2λt·tr Σ + λ²·min(√t (N + N*_λ), tJ),        with probability at least 1 − δ.
 
     Ours, not the paper's expression (which has the constants 5·tr Σ and tr Σ·‖Σ‖_op). Proof: the squared error is
-    ‖A^½ E A^½‖_HS² = tr EAEA (module docstring), and A = Σ + λI splits it into tr EΣEΣ ≤ ‖E‖_op² ‖Σ‖_HS²,
+    ‖A^½ E A^½‖_HS² = tr EAEA, and A = Σ + λI splits it into tr EΣEΣ ≤ ‖E‖_op² ‖Σ‖_HS²,
     2λ tr E²Σ ≤ 2λ ‖E‖_op² tr Σ and λ² ‖E‖_HS², where ‖E‖_op² ≤ t; and ‖E‖_HS² is at most J ‖E‖_op² and at most
     ‖E‖_op ‖E‖_1, ‖E‖_1 ≤ (1/M) Σ_m l_λ(z_m) / q(z_m) + tr D ≤ N + N*_λ.
     As λN*_λ ≤ tr Σ, the optimal density gives at most tr Σ · (t‖Σ‖_op + 2λ(t + √t)).
@@ -199,7 +181,7 @@ def integral_error_bound(gram: Tensor, lam: float, t: float, values: Tensor) -> 
         t·(‖Σ‖_op + λ)·Σ_c ⟨v_c, (Σ + λI) v_c⟩,        c over the columns of v, with probability at least 1 − δ.
 
     Theorem 3 (ii) is about this integral; the bound is ours, not the paper's expression. Proof: for each column
-    ‖(Σ̂ − Σ)v‖ = ‖A^½ E A^½ v‖ ≤ ‖A^½‖_op ‖E‖_op ‖A^½ v‖ (module docstring), and ‖E‖_op² ≤ t on the event there.
+    ‖(Σ̂ − Σ)v‖ = ‖A^½ E A^½ v‖ ≤ ‖A^½‖_op ‖E‖_op ‖A^½ v‖, and ‖E‖_op² ≤ t.
     """
     _check_positive("lam", lam)
     _check_tolerance(t)

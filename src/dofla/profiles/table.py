@@ -1,10 +1,12 @@
 """Degrees of freedom and their standard errors as a table that fits 80 columns."""
 
 from collections.abc import Iterator, Sequence
+from textwrap import shorten
 
 from rich.text import Text
 
 from dofla.display import Part, table
+from dofla.display.tables import WIDTH
 
 DOUBT = 0.25
 """Share of a value above which its standard error is worth a warning."""
@@ -44,14 +46,8 @@ def doubtful(dof: Rows, errors: Rows) -> list[str]:
         f"layer {layer} head{'s' if len(own) > 1 else ''} {', '.join(map(str, own[:4]))}{', …' if len(own) > 4 else ''}"
         for layer, own in heads.items()
     ]
-    lines = [f"not to be trusted, standard error above a quarter of the value: {count} of {total} heads"]
-    shown = "  "
-    for n, name in enumerate(named):
-        rest = f"and {len(named) - n} more layers"
-        if len(shown) + len(name) + len(rest) + 4 > 80 and n + 1 < len(named):
-            return [*lines, shown + rest]
-        shown += name + ("; " if n + 1 < len(named) else "")
-    return [*lines, shown]
+    first = f"not to be trusted, standard error above a quarter of the value: {count} of {total} heads"
+    return [first, "  " + shorten("; ".join(named), WIDTH - 2, placeholder=" …")]
 
 
 def _shaded(value: float, error: float, top: float) -> Text:

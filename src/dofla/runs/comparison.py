@@ -5,7 +5,7 @@ from typing import Any
 
 from rich.text import Text
 
-from dofla.display import Part, rounded, size, table
+from dofla.display import Part, size, table
 
 _COLUMNS = {
     "loss": ("loss", "next-token loss, nats per token"),
@@ -37,7 +37,7 @@ def model_row(row: dict[str, Any], names: Sequence[str], seeds: Sequence[int]) -
     for column, width in zip(shown.columns, (max(map(len, names)), *widths, _SIZE), strict=True):
         column.min_width = max(width, len(str(column.header)))
     cells = [
-        rounded(row[k]["mean"]) + (f"±{row[k]['spread']:.2f}" if several and k == "loss_increase" else "") for k in keys
+        f"{row[k]['mean']:.3f}" + (f"±{row[k]['spread']:.2f}" if several and k == "loss_increase" else "") for k in keys
     ]
     shown.add_row(row["name"], *cells, size(row["state_bytes"]))
     yield shown

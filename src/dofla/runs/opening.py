@@ -12,7 +12,7 @@ from transformers import AutoProcessor, AutoTokenizer, PreTrainedModel, PreTrain
 
 from dofla.data import TokenWindows, read_documents
 from dofla.errors import DoflaError, check_choice
-from dofla.integration.checkpoint import load, load_any, load_model
+from dofla.integration.checkpoint import load, load_model
 from dofla.integration.contents import check_original
 from dofla.integration.packages import packaged_path
 from dofla.integration.precision import half_is_slow
@@ -78,6 +78,8 @@ def open_converted(
     base_model: str | None = None,
     device: str | None = None,
     offload: Path | None = None,
+    *,
+    load: Callable[..., PreTrainedModel] = load,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """A converted model by folder or hub name, adapter or standalone; and its tokenizer, which may be its base model's.
 
@@ -88,38 +90,16 @@ def open_converted(
             takes.
         device: see :func:`device_of`.
         offload: folder for layers that do not fit in memory, which accelerate then places.
+        load: by :func:`dofla.integration.checkpoint.load_any`, softmax models open as well.
 
     Raises:
         DoflaError: no such model; no tokenizer with it or its base model; no such dtype or device; a device with
             ``offload``.
     """
-    return _opened(load, name, dtype, base_model, device, offload)
-
-
-def open_model(
-    name: str,
-    dtype: str | None = None,
-    base_model: str | None = None,
-    device: str | None = None,
-    offload: Path | None = None,
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """A converted model, as :func:`open_converted` opens it and with its errors, or a softmax model, by any name that
-    :func:`open_original` takes."""
-    return _opened(load_any, packaged_path(name), dtype, base_model, device, offload)
-
-
-def _opened(
-    load: Callable[..., PreTrainedModel],
-    path: str,
-    dtype: str | None,
-    base_model: str | None,
-    device: str | None,
-    offload: Path | None,
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    logger.info("loading %s", path)
+    logger.info("loading %s", name)
     base_model = None if base_model is None else packaged_path(base_model)
-    model = _placed(partial(load, path, base_model=base_model), dtype, device, offload)
-    return model, load_tokenizer(packaged_path(path), packaged_path(model.config._name_or_path))
+    model = _placed(partial(load, name, base_model=base_model), dtype, device, offload)
+    return model, load_tokenizer(packaged_path(name), packaged_path(model.config._name_or_path))
 
 
 def _placed(

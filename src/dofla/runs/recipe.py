@@ -63,8 +63,6 @@ class DistillSpec:
     accumulate: int = 1
     rows: int | None = 64
     learning_rates: dict[str, float] = field(default_factory=dict)
-    schedule: str = "cosine"
-    own_inputs: float = 0.0
     context: int | None = None
     checkpoint_every: int = 50
 

@@ -102,19 +102,22 @@ class Conversation:
     def _prompt(self, text: str) -> Tensor:
         """Tokens [1, L] of all turns."""
         if self.templated:
-            messages = [*self._messages, {"role": "user", "content": text}]
-            try:
-                read = self.tokenizer.apply_chat_template(
-                    messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
-                )
-                ids = cast("Mapping[str, Tensor]", read)["input_ids"]  # so return_dict and return_tensors say
-            except Exception as error:  # a template is a program, and fails in any way
-                raise DoflaError(f"the tokenizer's chat template does not work: {error}") from error
+            ids = templated(self.tokenizer, [*self._messages, {"role": "user", "content": text}])
         else:
             known = [token for token in self._tokens if token != self.tokenizer.eos_token_id]
             new = self.tokenizer(f"\n{text}" if known else text, add_special_tokens=not known)["input_ids"]
             ids = torch.tensor([known + new], dtype=torch.int64)
         return ids.to(device_of(self.model))
+
+
+def templated(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]]) -> Tensor:
+    """The token ids [1, L] of messages in the tokenizer's chat template; DoflaError if that does not work."""
+    options: dict[str, Any] = {"add_generation_prompt": True, "return_tensors": "pt", "return_dict": True}
+    try:
+        read = tokenizer.apply_chat_template(messages, **options)
+        return cast("Mapping[str, Tensor]", read)["input_ids"]  # so the options say
+    except Exception as error:  # a template is a program, and fails in any way
+        raise DoflaError(f"the tokenizer's chat template does not work ({error}): mend it, or leave it out") from error
 
 
 class _Written(TextStreamer):

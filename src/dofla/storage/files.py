@@ -184,8 +184,5 @@ def read_json(path: str | Path, what: str) -> Any:
 
 def sha256(path: Path) -> str:
     """The SHA-256 of a file, in hexadecimal digits; a second per gigabyte or so."""
-    digest = hashlib.sha256()
     with open(path, "rb") as file:
-        while block := file.read(2**20):
-            digest.update(block)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,10 +1,10 @@
 """Tasks from JSONL files, so that they work without a hub."""
 
-import gzip
-import json
 import re
 from pathlib import Path
+from typing import Any
 
+from dofla.data.documents import json_lines
 from dofla.errors import DoflaError, check_choice
 from dofla.tasks.items import Item, Task
 from dofla.tasks.styles import STYLES, style_of
@@ -31,30 +31,15 @@ def load_task(path: str | Path, *, name: str | None = None, style: str | None = 
     name = name or re.sub(r"(-test|-train|-validation)?(\.jsonl?)?(\.gz)?$", "", path.name)
     if style is not None:
         check_choice("style", style, STYLES)
-    opener = gzip.open if path.suffix == ".gz" else open
-    items = []
-    try:
-        with opener(path, "rt", encoding="utf-8") as file:
-            for number, line in enumerate(file, start=1):
-                if line.strip():
-                    items.append(_item(line, f"{path}, line {number}", number - 1))
-    except FileNotFoundError:
-        raise DoflaError(f"task file {path} does not exist") from None
-    except (OSError, EOFError, UnicodeDecodeError) as error:
-        raise DoflaError(f"task file {path} cannot be read: {error}") from error
+    if not path.exists():
+        raise DoflaError(f"task file {path} does not exist")
+    items = [_item(data, f"{path}, line {number}", number - 1) for number, data in json_lines(path)]
     if not items:
         raise DoflaError(f"task file {path} holds no items: it needs one JSON object a line")
     return Task(name, style or style_of(name, [item.question for item in items]), items)
 
 
-def _item(line: str, where: str, number: int) -> Item:
-    try:
-        # JSON may escape half a surrogate pair, which is no character and which tokenizers refuse.
-        data = json.loads(json.dumps(json.loads(line), ensure_ascii=False).encode("utf-8", "replace"))
-    except (ValueError, RecursionError) as error:
-        raise DoflaError(f"{where}: no JSON ({error})") from error
-    if not isinstance(data, dict):
-        raise DoflaError(f"{where}: expected an object with question, choices and answer, got {type(data).__name__}")
+def _item(data: dict[str, Any], where: str, number: int) -> Item:
     missing = [key for key in ("question", "choices", "answer") if key not in data]
     if missing:
         raise DoflaError(f"{where}: {missing[0]!r} is missing: an item has question, choices and answer")

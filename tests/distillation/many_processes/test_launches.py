@@ -35,7 +35,7 @@ def test_a_recipe_is_run_together(tmp_path):
     half = ["--set", "distill.batch_size=1", "--set", "curves.batch_size=1", "--set", "end_to_end.accumulate=1"]
     ended = launch("-m", "dofla", "run", "recipe.yaml", "--out", "together", *half, folder=tmp_path)
     assert ended.returncode == 0, ended.stderr
-    assert ended.stdout.count("everything is in together") == 1
+    assert ended.stdout.count("run written to together ") == 1
     whole = ["--set", "distill.batch_size=2", "--set", "curves.batch_size=2", "--set", "end_to_end.accumulate=2"]
     alone = [sys.executable, "-m", "dofla", "run", "recipe.yaml", "--out", "alone", *whole]
     subprocess.run(alone, cwd=tmp_path, check=True, capture_output=True, timeout=PATIENCE)
@@ -49,6 +49,6 @@ def test_a_recipe_is_run_together(tmp_path):
     results = [json.loads((tmp_path / run / "results.json").read_text()) for run in ("together", "alone")]
     # Adam's first steps take the signs of gradients, and sums in another order give the smallest another sign: so
     # curves differ in their third digit, and by them one head or another gets a feature more.
-    for one, other in zip(*(x["students"] for x in results), strict=True):
+    for one, other in zip(*(x["models"] for x in results), strict=True):
         assert one["loss_increase"]["mean"] == pytest.approx(other["loss_increase"]["mean"], abs=5e-3)
         assert one["state_bytes"] == pytest.approx(other["state_bytes"], rel=1e-2)

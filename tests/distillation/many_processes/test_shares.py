@@ -30,7 +30,7 @@ CASES = {
     "softmax": ("llama", "padded", "ragged", {"loss": "softmax", "accumulate": 1}),
     "l2": ("gpt2", "padded", "plain", {"loss": "l2"}),
     "direct": ("llama", "padded", "ragged", {"loss": "direct"}),
-    "own inputs": ("llama", "tokens", "hybrid", {"own_inputs": 0.5, "context": 40}),
+    "context": ("llama", "tokens", "hybrid", {"context": 40}),
     "encoder": ("bert", "padded", "hybrid", {"rows": 5}),
     "images": ("vit", "images", "plain", {}),
 }
