@@ -61,13 +61,16 @@ def test_contexts_are_those_of_the_seed_within_the_length_and_of_the_text(tokeni
     assert prompts(tokenizer, book, seed=1, names=["ruler_cwe"])["ruler_cwe"] != made["ruler_cwe"]
 
 
-def test_both_models_are_asked_and_the_metric_names_length_and_text(student, tokenizer, book, offline):
+def test_both_models_are_asked_and_the_results_name_length_and_text(student, tokenizer, book, offline):
     options = {"limit": 1, "context_length": LENGTH, "haystack": book}
-    found = evaluate_tasks(student, tokenizer, ["ruler"], **options).tasks
+    results = evaluate_tasks(student, tokenizer, ["ruler"], **options)
+    assert f"Contexts of 2,048 tokens, {book} in place of RULER's essays" in str(results).replace("\n", " ")
+    assert results.to_dict()["contexts"] == f"Contexts of 2,048 tokens, {book} in place of RULER's essays"
+    found = results.tasks
     assert [(task.task, task.items) for task in found] == [*((name, 1) for name in TASKS), ("ruler", 11)]
     for task in found:
         (row,) = task.metrics.items()
-        assert row[0] == f"string_match, {LENGTH} tokens, {book} for essays"
+        assert row[0] == "string_match"
         assert 0 <= row[1].model <= 1
     (single,) = evaluate_tasks(student, tokenizer, ["niah_single_2"], **options).tasks
     assert single == found[1]

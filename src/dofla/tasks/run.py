@@ -83,7 +83,8 @@ def evaluate_tasks(
         with original(model):
             before = measured("original")
         pairs = zip(before, measured("compressed"), strict=True)
-        return TaskResults([compare(*pair) for pair in pairs], limit)
+        contexts = f"Contexts of {context_length:,} tokens, {haystack} in place of RULER's essays" if ruler else None
+        return TaskResults([compare(*pair) for pair in pairs], limit, contexts)
 
 
 def score(
