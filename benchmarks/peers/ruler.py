@@ -168,7 +168,7 @@ def main(
     write_tasks(out, tasks, sorted(set(limits)))
     if kvpress:
         subprocess.run([kvpress, Path(__file__).parent / "press_ruler.py", "--model", model, out], check=True)
-    title = f"{model}: RULER, {length} tokens, {contexts} contexts of each task, {haystack} in place of its essays"
+    title = f"{model}: RULER, {length} tokens, {haystack} in place of its essays, contexts of each task: {contexts}"
     Console(width=220).print(merged(out, tasks, title))
 
 
