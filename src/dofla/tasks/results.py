@@ -60,10 +60,12 @@ class TaskResults(Result):
     Attributes:
         tasks: one by one; a group of lm-evaluation-harness is one more, after its tasks.
         limit: items per task; None for all.
+        contexts: length and text of those of RULER's tasks.
     """
 
     tasks: list[Comparison]
     limit: int | None = None
+    contexts: str | None = None
 
     def parts(self) -> Iterator[Part]:
         """A row for each metric of each task, with standard errors."""
@@ -75,7 +77,7 @@ class TaskResults(Result):
                 sides = _cell(row.original, row.original_stderr), _cell(row.model, row.model_stderr)
                 difference = _cell(row.difference, row.difference_stderr, "+")
                 shown.add_row(task.task, name, str(task.items), *sides, difference, same)
-        yield shown
+        yield from filter(None, (shown, self.contexts))
 
 
 def compare(original: TaskScores, model: TaskScores) -> Comparison:

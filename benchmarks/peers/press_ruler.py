@@ -1,28 +1,26 @@
-"""NVIDIA's kvpress on the questions that lookups.py wrote: rows for its table.
+"""NVIDIA's kvpress on the contexts that ruler.py wrote: rows for its table.
 
     python -m venv build/peers && build/peers/bin/pip install -r benchmarks/peers/requirements.txt
-    build/peers/bin/python benchmarks/peers/press_lookups.py --model models/smollm2-135m runs/lookups
+    build/peers/bin/python benchmarks/peers/press_ruler.py --model models/qwen2.5-coder-0.5b runs/ruler
 
 In an environment of its own, as presses.py; nothing of dofla. Ways to use a press:
 
 - once: the cache is compressed when the context has been read, before anyone asks, to as many tokens as have the bytes
-  of dofla's state in bfloat16; question and answer are added to it;
+  of dofla's cache in bfloat16; question and answer are added to it;
+- kvzip: the same with KVzip, which reads the context twice;
 - held: question and answer are written within kvpress's DecodingPress, so that the cache does not grow;
 - question known: it is compressed when the question has been read as well, which is then what the press looks at last.
-  The context is read again for each.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import torch
 from judging import token_bytes
 from presses import KINDS, PRESSES, Memory, Trial, compressing, ratio_to, read_within
-from questions import Context, Found, Question, Task, read_found, read_tasks, write
+from questions import Context, Found, Task, read_found, read_tasks, score
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 WAYS = {"once": KINDS["once"], "kvzip": KINDS["kvzip"], "held": KINDS["held"], "question known": ["SnapKV", "TOVA"]}
@@ -39,26 +37,22 @@ def remembered(model: PreTrainedModel, ids: list[int], trials: list[Trial]) -> l
     return memories
 
 
-def written(model: PreTrainedModel, memory: Memory, trial: Trial, question: Question, at: int) -> list[int]:
-    """The answer to a question that follows on ``at`` tokens, of which the memory is left."""
-    cache = memory.cache(model)
-    if trial.kind != "held":
-        return write(model, cache, question.ids, at, question.room)
-    with trial.holding()(model):
-        return write(model, cache, question.ids, at, question.room, chunk=trial.kept - trial.least)
-
-
-def answers(model: PreTrainedModel, context: Context, trials: list[Trial]) -> Iterator[list[list[int]]]:
-    """For each question what each trial, all of one way, writes."""
-    known, memories = trials[0].kind == "question known", []
-    for question in context.questions:
-        ids, rest = context.ids, question
-        if known:
-            ids, rest = context.ids + question.ids[:-1], replace(question, ids=question.ids[-1:])
-        if known or not memories:
-            memories = remembered(model, ids, trials)
-        pairs = zip(trials, memories, strict=True)
-        yield [written(model, memory, trial, rest, len(ids)) for trial, memory in pairs]
+def scores(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, context: Context, trials: list[Trial]
+) -> list[float]:
+    """Of each trial, all of one way."""
+    if trials[0].kind == "question known":
+        *known, last = context.question
+        context = Context(context.ids + known, [last], context.answers, context.room)
+    found = []
+    for trial, memory in zip(trials, remembered(model, context.ids, trials), strict=True):
+        cache = memory.cache(model)
+        if trial.kind != "held":
+            found.append(score(model, tokenizer, cache, context))
+            continue
+        with trial.holding()(model):
+            found.append(score(model, tokenizer, cache, context, chunk=trial.kept - trial.least))
+    return found
 
 
 def fill(
@@ -67,28 +61,25 @@ def fill(
     """Write what is not there of these trials, of one way, on a task."""
     there = read_found(folder, task)
     trials = [trial for trial in trials if (trial.memory, trial.limit) not in there]
-    scores: list[list[list[float]]] = []  # of each context, question and trial
-    for context in task.contexts if trials else ():
-        told = zip(context.questions, answers(model, context, trials), strict=True)
-        scores.append([[question.score(tokenizer.decode(ids)) for ids in all_of] for question, all_of in told])
-    for place, trial in enumerate(trials):
-        own = [[of_trials[place] for of_trials in of_questions] for of_questions in scores]
-        held = trial.kept * token_bytes(model)
-        Found(trial.memory, trial.limit, task.kind, task.template, task.length, held, own).write(folder)
+    if trials:
+        of_contexts = zip(*(scores(model, tokenizer, context, trials) for context in task.contexts), strict=True)
+        for trial, own in zip(trials, of_contexts, strict=True):
+            held = trial.kept * token_bytes(model)
+            Found(trial.memory, trial.limit, task.name, task.digest, held, list(own)).write(folder)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", required=True, help="folder or hub name, as for lookups.py")
-    parser.add_argument("folder", type=Path, help="that lookups.py wrote")
-    parser.add_argument("--way", action="append", choices=WAYS, help="repeatable; default: all")
+    parser.add_argument("--model", required=True, help="folder or hub name, as for ruler.py")
+    parser.add_argument("folder", type=Path, help="that ruler.py wrote")
+    parser.add_argument("--way", action="append", choices=WAYS, help="repeatable; default: once, kvzip")
     options = parser.parse_args()
     model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(options.model)
     tasks, limits = read_tasks(options.folder)
     each = token_bytes(model)
     for task in tasks:
-        for way in options.way or WAYS:
+        for way in options.way or ("once", "kvzip"):
             trials = [Trial(press, way, limit, limit // each) for limit in limits for press in WAYS[way]]
             fill(model, tokenizer, options.folder, task, trials)
 
