@@ -6,11 +6,13 @@ import logging
 
 import pytest
 import torch
+from huggingface_hub import constants
 from safetensors import safe_open
 from safetensors.torch import save_file
 
 import dofla
 from dofla.compression.calibration import Calibration, _parts
+from dofla.compression.known import cache_folder
 from dofla.errors import DoflaError
 from dofla.integration.converted import Converted
 
@@ -130,3 +132,64 @@ def test_what_is_no_calibration_is_refused(tmp_path):
     save_file({"x": torch.zeros(1)}, tmp_path / "weights.safetensors")
     with pytest.raises(DoflaError, match="is no calibration of this version of dofla: calibrate again"):
         Calibration.load(tmp_path / "weights.safetensors")
+
+
+class Interrupted(Exception):
+    """Stands for Ctrl-C."""
+
+
+@pytest.fixture
+def unfinished(monkeypatch, tmp_path):
+    """The folder where this user's calibrations are kept, at once."""
+    monkeypatch.setattr(constants, "HF_HOME", tmp_path)
+    monkeypatch.setattr("dofla.compression.unfinished.EVERY", 0)
+    return cache_folder()
+
+
+@pytest.mark.parametrize("after", [0.15, 0.6, 0.9])  # of what is read
+def test_an_interrupted_one_goes_on(tiny, tokenizer, unfinished, after, caplog):
+    model, read = tiny.llama(vocab_size=2048), []
+    windows = dofla.TokenWindows.of(tiny.tokens(14, 192))
+    model.get_input_embeddings().register_forward_hook(lambda _, __, out: read.append(out.shape[:-1].numel()))
+    options = {"tokenizer": tokenizer, "batch_size": 2}
+    whole = dofla.calibrate(model, windows, **options)
+    assert not any(unfinished.iterdir())
+    total = sum(read)
+
+    def interrupt(stage, done, of):
+        if done > after * of:
+            raise Interrupted
+
+    before = model(windows.input_ids[:1]).logits
+    with pytest.raises(Interrupted):
+        dofla.calibrate(model, windows, **options, progress=interrupt)
+    assert torch.equal(model(windows.input_ids[:1]).logits, before)
+    (kept,) = unfinished.iterdir()
+    assert kept.suffix == ".unfinished"
+    read.clear()
+    reported = []
+    assert same(dofla.calibrate(model, windows, **options, progress=lambda *x: reported.append(x)), whole)
+    assert sum(read) < (1.1 - 0.75 * after) * total
+    assert reported[-1][1] == reported[-1][2] == pytest.approx(total, rel=0.01)
+    assert "an interrupted calibration goes on" in caplog.text
+    assert not any(unfinished.iterdir())
+
+
+@pytest.mark.parametrize("change", ["windows", "options", "weights", "damage"])
+def test_another_one_begins_anew(tiny, windows, unfinished, change, caplog):
+    def interrupt(stage, done, of):
+        if stage == "copies":
+            raise Interrupted
+
+    with pytest.raises(Interrupted):
+        dofla.calibrate(tiny.llama(), windows, progress=interrupt)
+    other = dofla.TokenWindows.of(tiny.tokens(6, 96, seed=5)) if change == "windows" else windows
+    options = {"context": 128} if change == "options" else {}
+    model = tiny.llama(seed=int(change == "weights"))
+    if change == "damage":
+        (kept,) = unfinished.iterdir()
+        kept.write_bytes(kept.read_bytes()[:-100])
+    found = dofla.calibrate(model, other, **options)
+    assert "goes on" not in caplog.text
+    assert not any(unfinished.iterdir())
+    assert same(found, dofla.calibrate(model, other, **options))

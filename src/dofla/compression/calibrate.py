@@ -3,21 +3,22 @@
 import logging
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
-from itertools import count
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from dofla import __version__
 from dofla.compression.calibration import Calibration
 from dofla.compression.directions import measure_directions
-from dofla.compression.eviction_error import EvictionErrors, streams
+from dofla.compression.eviction_error import EvictionErrors, Stream, streams
 from dofla.compression.head_budgets import HeadBudgets, divide
 from dofla.compression.plan import bytes_for, compressed_plan, even_bytes
 from dofla.compression.retrieval import needles_among, rank_heads
 from dofla.compression.target import Target
+from dofla.compression.unfinished import unfinished
 from dofla.data import TokenWindows
 from dofla.display import Bar, reports_progress
 from dofla.distillation.objective import Objective
@@ -30,6 +31,7 @@ from dofla.integration.surgery import convert, original, restore
 from dofla.integration.wrapped import unwraps_its_model
 from dofla.plans.plan import held_out_line
 from dofla.storage.defaults import with_torchs_defaults
+from dofla.storage.tensors import digest
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +48,20 @@ errors there beside those in the text."""
 
 Batch = dict[str, Tensor]
 Progress = Callable[[str, int, int], None]
+
+
+@dataclass
+class Work:
+    """Progress of a calibration, in tokens that the model reads in all stages."""
+
+    report: Progress
+    total: int
+    done: float = 0.0
+
+    def __call__(self, stage: str, tokens: float) -> None:
+        """Report so many tokens more."""
+        self.done = min(self.done + tokens, self.total)
+        self.report(stage, round(self.done), self.total)
 
 
 @unwraps_its_model
@@ -69,6 +85,8 @@ def calibrate(
     al. 2024, arXiv 2404.15574): those get the bytes. Every sixth batch is held out: budgets that follow from the others
     are compared with even ones on it; where these are better, even budgets are kept.
 
+    One that is interrupted leaves the model as it was; the next with the same text and options goes on from there.
+
     Args:
         model: as for :func:`dofla.compress`; it is compressed while measuring, and restored.
         windows: some thousand tokens of any text, best in windows of 2,048 or more: what heads attend to farther back
@@ -79,7 +97,7 @@ def calibrate(
         keep_softmax: layers to leave out.
         batch_size: windows per pass.
         progress: a bar by default, where there is a terminal or a notebook; False for none; or a function, which is
-            called with (stage, done, total) after each pass.
+            called with (stage, done, total) after each layer, in tokens that the model reads in all stages.
 
     Raises:
         DoflaError: as :func:`dofla.compress`; a model that predicts no tokens.
@@ -120,40 +138,54 @@ def measure(
     needles = None if tokenizer is None else needles_among(text, tokenizer, target.length)
     within, layers = calibration_context(model, text, target.context), [site.name for site in target.compressed]
     batches = list(placed_over(text, batch_size, within))
-    measured, errors, read = head_budgets == "measured", EvictionErrors(), 0
-    held_out = range(len(batches))[HELD_OUT]
+    key = [__version__, target.name, target.weights, str(model.dtype), layers, head_budgets]
+    key.append(digest(part for batch in batches for part in batch.values()))
+    measured, held_out = head_budgets == "measured", range(len(batches))[HELD_OUT]
+    others = [batches[n] for n in held_out] if measured else []
+    short = [{name: x[:, :HELD_OUT_TOKENS] for name, x in batch.items()} for batch in others]
+    twice = _repeated(text, target.length)
+    work = Work(report, sum(map(_tokens, batches)) + 4 * sum(map(_tokens, short)))
+    work.total += measured * _tokens(twice) + (0 if needles is None else needles.documents.tokens)
 
-    def next_batch() -> Iterator[Batch]:
-        nonlocal read
-        for read, batch in enumerate(batches):
-            yield batch
-            report("directions", read + 1, len(batches))
-
-    def look(call: AttentionCall) -> None:
-        if measured and read not in held_out:
-            errors(call)
-
-    with streams(model, layers) as around:
-        directions = measure_directions(model, next_batch(), layers, look)
-    made_by = {"source": text.source, "tokens": text.tokens, "context": within}
-    found = Calibration(
-        directions, model=target.name, fingerprint=target.fingerprint, weights=target.weights, made_by=made_by
-    )
-    if measured:
-        others = [batches[n] for n in held_out]
-        copied = EvictionErrors()
-        with recording(model, layers, copied), torch.no_grad():
-            run_body(model, _repeated(text, target.length))
-        rows = len(text) - sum(len(batch["input_ids"]) for batch in others)
+    with unfinished(target.fingerprint, repr(key)) as (found, keep):
+        errors = EvictionErrors(found.errors)
         for name in layers:
-            errors.errors[name] += COPY_WEIGHT * rows * copied.errors[name]
-        costs = {x: errors.cost(x, directions[x].weighing(model), around[x]) for x in layers}
-        short = [{name: x[:, :HELD_OUT_TOKENS] for name, x in batch.items()} for batch in others]
-        found = _compared(replace(found, costs=costs), model, target, short, report)
-    if needles is not None:
-        heads = rank_heads(model, layers, needles, partial(report, "retrieval heads"))
-        found = replace(found, retrieval=heads)
-    return found
+            found.streams.setdefault(name, Stream())
+
+        def remaining() -> Iterator[Batch]:
+            for batch in batches[found.directions.batches :]:
+                yield batch
+                keep()
+
+        def look(call: AttentionCall) -> None:
+            read = found.directions.batches
+            if measured and read not in held_out:
+                errors(call)
+            work("directions", _tokens(batches[read]) / len(layers))
+
+        work.done += sum(map(_tokens, batches[: found.directions.batches]))
+        with streams(model, found.streams):
+            directions = measure_directions(model, remaining(), layers, look, found.directions)
+        made_by = {"source": text.source, "tokens": text.tokens, "context": within}
+        made = Calibration(
+            directions, model=target.name, fingerprint=target.fingerprint, weights=target.weights, made_by=made_by
+        )
+        if measured:
+            if not found.copied:
+                copied = EvictionErrors(found.copied)
+                with recording(model, layers, copied), torch.no_grad():
+                    run_body(model, twice)
+                keep()
+            work("copies", _tokens(twice))
+            weight = COPY_WEIGHT * (len(text) - sum(len(batch["input_ids"]) for batch in others))
+            errors = EvictionErrors({name: errors.errors[name] + weight * found.copied[name] for name in layers})
+            costs = {x: errors.cost(x, directions[x].weighing(model), found.streams[x]) for x in layers}
+            made = _compared(replace(made, costs=costs), model, target, short, found.kl, work, keep)
+        if needles is not None:
+            passes = len(needles.documents) * len(layers)
+            report_heads = partial(work, "retrieval heads", needles.documents.tokens / passes)
+            made = replace(made, retrieval=rank_heads(model, layers, needles, report_heads))
+    return made
 
 
 def _repeated(windows: TokenWindows, positions: int | None) -> Batch:
@@ -163,16 +195,27 @@ def _repeated(windows: TokenWindows, positions: int | None) -> Batch:
     return {"input_ids": ids[: min(COPY_DISTANCE, (positions or 2 * COPY_DISTANCE) // 2)].repeat(1, 2)}
 
 
+def _tokens(batch: Batch) -> int:
+    return batch["input_ids"].numel()
+
+
 def _compared(
-    found: Calibration, model: PreTrainedModel, target: Target, others: Sequence[Batch], report: Progress
+    found: Calibration,
+    model: PreTrainedModel,
+    target: Target,
+    others: Sequence[Batch],
+    kl: dict[str, float],
+    work: Work,
+    keep: Callable[[], None],
 ) -> Calibration:
-    """The calibration with head budgets by its costs, or with even ones where those are better on other batches."""
+    """The calibration with head budgets by its costs, or with even ones where those are better on other batches; that
+    ``kl`` is known of some of them already."""
     sites, length = target.compressed, others[0]["input_ids"].shape[1] if others else 0
     tokens = max(LEAST_TOKENS, math.floor(FRACTION * length))
     size = sum(x.kv_heads * bytes_for(tokens, x.head_dim, x.value_dim) for x in sites)
     shares = divide(even_bytes(sites, size), found.costs)
     even = {name: [1.0] * len(own) for name, own in shares.items()}
-    made_by, done = dict(found.made_by), count(1)
+    made_by = dict(found.made_by)
 
     def loss(shares: Mapping[str, Sequence[float]]) -> float:
         """KL to the original in nats per token."""
@@ -186,13 +229,18 @@ def _compared(
                 for batch in others:
                     inputs = {name: data.to(model.device) for name, data in batch.items()}
                     total += objective(inputs, tokens, rows).item()
-                    report("head budgets", next(done), 2 * len(others))
+                    work("head budgets", 2 * _tokens(batch))
         finally:
             restore(model)
         return total
 
     if others:
-        made_by["held_out"] = kl = {"even": loss(even), "measured": loss(shares)}
+        work.done += 2 * len(kl) * sum(map(_tokens, others))
+        for name, own in {"even": even, "measured": shares}.items():
+            if name not in kl:
+                kl[name] = loss(own)
+                keep()
+        made_by["held_out"] = kl
         if kl["measured"] > kl["even"]:
             shares = even
             logger.warning(held_out_line(kl))

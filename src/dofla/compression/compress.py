@@ -81,7 +81,7 @@ def compress(
             token, as decoding and :func:`dofla.evaluate` go on. ``auto``: exact on a GPU, where it is faster, else
             sequential.
         progress: a bar by default, where there is a terminal or a notebook; False for none; or a function, which is
-            called with (stage, done, total) after each pass.
+            called with (stage, done, total) as by :func:`dofla.calibrate`.
 
     Returns:
         ``model`` itself. :func:`dofla.restore` undoes it.

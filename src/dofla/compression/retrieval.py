@@ -34,12 +34,10 @@ def has_words(tokenizer: PreTrainedTokenizerBase | None) -> bool:
 
 
 @torch.no_grad()
-def rank_heads(
-    model: PreTrainedModel, layers: Sequence[str], needles: Facts, report: Callable[[int, int], None]
-) -> list[Head]:
+def rank_heads(model: PreTrainedModel, layers: Sequence[str], needles: Facts, report: Callable[[], None]) -> list[Head]:
     """All KV heads of these layers, those first of which a query head attends most to the needles that are asked for:
-    the mean over the tokens that ask of the attention to the needle's tokens. ``report`` is called with (done, total)
-    documents."""
+    the mean over the tokens that ask of the attention to the needle's tokens. ``report`` is called after each layer of
+    each document."""
     found: dict[Head, float] = {}
     told = needles.told[0]
 
@@ -54,12 +52,12 @@ def rank_heads(
         best = (attention / needles.asked).view(heads, -1).amax(1).tolist()
         for head, mean in enumerate(best):
             found[call.name, head] = found.get((call.name, head), 0.0) + mean
+        report()
 
     with recording(model, layers, look):
         for done, batch in enumerate(placed_over(needles.documents, 1, None)):
             told = needles.told[done]
             run_body(model, batch)
-            report(done + 1, len(needles.documents))
     return sorted(found, key=lambda head: (-found[head], head))
 
 
