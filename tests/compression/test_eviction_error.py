@@ -174,5 +174,5 @@ def test_no_gradients_are_needed(tiny):
         model = tiny.llama()
     assert dofla.calibrate(model, windows(tiny)).shares
     dofla.compress(model, windows(tiny), size_of(model, 40))
-    with pytest.raises(DoflaError, match="head_budgets is 'odd': choose one of measured, even"):
+    with pytest.raises(DoflaError, match="unknown head_budgets 'odd': choose one of measured, even"):
         dofla.calibrate(dofla.restore(model), windows(tiny), head_budgets="odd")

@@ -15,6 +15,7 @@ from dofla.compression.calibration import Calibration
 from dofla.compression.directions import measure_directions
 from dofla.compression.eviction_error import EvictionErrors, Stream, streams
 from dofla.compression.head_budgets import HeadBudgets, divide
+from dofla.compression.memory import check_memory, ways_out
 from dofla.compression.plan import bytes_for, compressed_plan, even_bytes
 from dofla.compression.retrieval import needles_among, rank_heads
 from dofla.compression.target import Target
@@ -22,7 +23,7 @@ from dofla.compression.unfinished import unfinished
 from dofla.data import TokenWindows
 from dofla.display import Bar, reports_progress
 from dofla.distillation.objective import Objective
-from dofla.errors import DoflaError, check_numbers
+from dofla.errors import DoflaError, check_choice, check_numbers
 from dofla.integration.converted import Converted
 from dofla.integration.placement import calibration_context, placed_over
 from dofla.integration.reading import windows_for
@@ -113,12 +114,7 @@ def calibrate(
     )
 
 
-def check_head_budgets(head_budgets: str) -> None:
-    """DoflaError unless it is one of :data:`HEAD_BUDGETS`."""
-    if head_budgets not in HEAD_BUDGETS:
-        raise DoflaError(f"head_budgets is {head_budgets!r}: choose one of {', '.join(HEAD_BUDGETS)}")
-
-
+@ways_out()
 def measure(
     model: PreTrainedModel,
     target: Target,
@@ -134,7 +130,7 @@ def measure(
     check_numbers(batch_size=batch_size)
     if not isinstance(text := windows_for(model, windows), TokenWindows):
         raise DoflaError("images leave no tokens in a cache: linearize their model instead")
-    check_head_budgets(head_budgets)
+    check_choice("head_budgets", head_budgets, HEAD_BUDGETS)
     needles = None if tokenizer is None else needles_among(text, tokenizer, target.length)
     within, layers = calibration_context(model, text, target.context), [site.name for site in target.compressed]
     batches = list(placed_over(text, batch_size, within))
@@ -144,8 +140,9 @@ def measure(
     others = [batches[n] for n in held_out] if measured else []
     short = [{name: x[:, :HELD_OUT_TOKENS] for name, x in batch.items()} for batch in others]
     twice = _repeated(text, target.length)
-    work = Work(report, sum(map(_tokens, batches)) + 4 * sum(map(_tokens, short)))
-    work.total += measured * _tokens(twice) + (0 if needles is None else needles.documents.tokens)
+    tokens, documents = [_tokens(batch) for batch in batches], 0 if needles is None else needles.documents.tokens
+    work = Work(report, sum(tokens) + measured * _tokens(twice) + 4 * sum(map(_tokens, short)) + documents)
+    check_memory(model, max(*tokens, _tokens(twice), documents))
 
     with unfinished(target.fingerprint, repr(key)) as (found, keep):
         errors = EvictionErrors(found.errors)
@@ -161,9 +158,9 @@ def measure(
             read = found.directions.batches
             if measured and read not in held_out:
                 errors(call)
-            work("directions", _tokens(batches[read]) / len(layers))
+            work("directions", tokens[read] / len(layers))
 
-        work.done += sum(map(_tokens, batches[: found.directions.batches]))
+        work.done += sum(tokens[: found.directions.batches])
         with streams(model, found.streams):
             directions = measure_directions(model, remaining(), layers, look, found.directions)
         made_by = {"source": text.source, "tokens": text.tokens, "context": within}
@@ -182,9 +179,8 @@ def measure(
             costs = {x: errors.cost(x, directions[x].weighing(model), found.streams[x]) for x in layers}
             made = _compared(replace(made, costs=costs), model, target, short, found.kl, work, keep)
         if needles is not None:
-            passes = len(needles.documents) * len(layers)
-            report_heads = partial(work, "retrieval heads", needles.documents.tokens / passes)
-            made = replace(made, retrieval=rank_heads(model, layers, needles, report_heads))
+            ranked = partial(work, "retrieval heads", documents / len(needles.documents) / len(layers))
+            made = replace(made, retrieval=rank_heads(model, layers, needles, ranked))
     return made
 
 

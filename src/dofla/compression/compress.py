@@ -8,7 +8,7 @@ from pathlib import Path
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from dofla.compression.calibrate import check_head_budgets, measure
+from dofla.compression.calibrate import HEAD_BUDGETS, measure
 from dofla.compression.calibration import Calibration
 from dofla.compression.directions import default_cut
 from dofla.compression.head_budgets import LEAST, HeadBudgets
@@ -18,7 +18,7 @@ from dofla.compression.retrieval import by_layer, check_retrieval_heads, has_wor
 from dofla.compression.target import Target
 from dofla.data import TokenWindows
 from dofla.display import Bar, reports_progress
-from dofla.errors import DoflaError
+from dofla.errors import DoflaError, check_choice
 from dofla.integration.converted import Converted
 from dofla.integration.self_samples import token_windows
 from dofla.integration.surgery import convert, restore, tried
@@ -176,7 +176,7 @@ def check_fit(
     """DoflaError for a size that is too small, whatever the head budgets turn out to be; or retrieval heads that will
     not be found or have no room."""
     check_prefill(prefill)
-    check_head_budgets(head_budgets)
+    check_choice("head_budgets", head_budgets, HEAD_BUDGETS)
     sites = target.compressed
     heads = [(site.name, head) for site in sites for head in range(site.kv_heads)]
     ranked = calibration is not None and bool(calibration.retrieval)

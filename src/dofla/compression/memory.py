@@ -1,0 +1,65 @@
+"""The memory that a calibration takes beyond a model's weights, estimated before it begins."""
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from dofla.compression.retrieval import FAR
+from dofla.display import size
+from dofla.distillation.objective import POSITIONS_AT_A_TIME
+from dofla.errors import DoflaError, ran_out_of_memory
+from dofla.integration.offload import device_of
+from dofla.integration.room import available_memory
+
+logger = logging.getLogger(__name__)
+
+WAYS_OUT = (
+    "give batch_size=1 and shorter windows (--set length=512), open the model with device_map='auto' and "
+    "offload_folder=FOLDER (--set offload=FOLDER), or take a calibration that was made elsewhere"
+)
+CERTAIN = 1.5
+"""The estimate is within such a factor of what is taken."""
+_FIXED, _PER_LAYER = 64 * 2**20, 3 * 2**20
+"""Bytes of kernels and threads, and of a layer's sums and coders."""
+_WIDE, _NARROW = 3, 8
+"""Vectors of a token, as wide as the widest layer and as the residual stream, that are in memory at once."""
+_LOGITS = 4 * POSITIONS_AT_A_TIME
+"""Vocabularies of numbers that are compared at once: logits and their logarithms, of both models."""
+
+
+def calibration_memory(model: PreTrainedModel, tokens: int = FAR) -> int:
+    """Estimate, in bytes, for a model that reads so many tokens at once: an allocator keeps what one stage took, and
+    what works in half precision takes as much as in float32."""
+    layers = (x for x in model.base_model.modules() if not isinstance(x, nn.Embedding))
+    weights = (weight for x in layers for weight in x.parameters(recurse=False) if weight.is_floating_point())
+    config = model.config.get_text_config()
+    widths = [max(weight.shape[-2:]) for weight in weights if weight.ndim > 1]
+    vectors = _WIDE * max(widths, default=4 * config.hidden_size) + _NARROW * config.hidden_size
+    numbers = tokens * vectors + _LOGITS * config.vocab_size
+    return _FIXED + _PER_LAYER * config.num_hidden_layers + numbers * torch.float32.itemsize
+
+
+def check_memory(model: PreTrainedModel, tokens: int) -> None:
+    """A warning if calibration, which reads so many tokens at once, may take more memory than is available beside the
+    weights; DoflaError if it certainly does."""
+    needed, available = calibration_memory(model, tokens), available_memory(device_of(model))
+    if available is not None and needed > available:
+        what = f"calibration takes about {size(needed)} beyond the weights, {size(available)} are available"
+        if needed > CERTAIN * available:
+            raise DoflaError(f"too little memory: {what}: {WAYS_OUT}")
+        logger.warning("memory may be too little: %s: %s", what, WAYS_OUT)
+
+
+@contextmanager
+def ways_out() -> Iterator[None]:
+    """Within the block, running out of memory is an error that says what to change."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if not ran_out_of_memory(error):
+            raise
+        raise DoflaError(f"calibration ran out of memory: {WAYS_OUT}") from error

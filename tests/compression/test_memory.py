@@ -1,0 +1,42 @@
+"""What calibration needs beyond the weights: estimated, compared with what there is, and told of where it runs out."""
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+
+import dofla
+from dofla.compression.memory import calibration_memory
+from dofla.errors import DoflaError
+
+
+@pytest.mark.parametrize("part", [1, 0.9, 0.5])
+def test_too_little_is_told_before_anything_is_read(tiny, part, monkeypatch, caplog):
+    model, seen = tiny.llama(), []
+    needed = calibration_memory(model, 256)
+    monkeypatch.setattr("dofla.compression.memory.available_memory", lambda _: part * needed)
+    said = "too little memory: calibration takes .* are available: give batch_size=1 and shorter windows"
+    with pytest.raises(DoflaError, match=said) if part == 0.5 else nullcontext():
+        dofla.calibrate(model, tiny.tokens(2, 96), progress=lambda *x: seen.append(x))
+    assert bool(seen) == (part > 0.5)
+    assert ("memory may be too little" in caplog.text) == (part == 0.9)
+
+
+@pytest.mark.parametrize("words", ["CUDA out of memory", "DefaultCPUAllocator: can't allocate memory", "another fault"])
+def test_running_out_says_what_to_change(tiny, words):
+    def fail(*_):
+        raise (torch.OutOfMemoryError if "CUDA" in words else RuntimeError)(words)
+
+    with pytest.raises((DoflaError, RuntimeError)) as error:
+        dofla.calibrate(tiny.llama(), tiny.tokens(2, 96), progress=fail)
+    told = str(error.value).startswith("calibration ran out of memory: give batch_size=1")
+    assert told == ("another" not in words)
+
+
+def test_check_estimates_weights_and_calibration(tiny, monkeypatch):
+    model = tiny.llama()
+    extra = calibration_memory(model)
+    monkeypatch.setattr("dofla.runs.check.available_memory", lambda _: extra + 1)
+    assert dofla.check(model).memory == 4 * model.num_parameters() + extra
+    assert "too little memory" not in str(dofla.check(model))  # the weights are there already
+    assert "too little memory" in str(dofla.check(model.config))
