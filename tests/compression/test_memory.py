@@ -1,7 +1,5 @@
 """What calibration needs beyond the weights: estimated, compared with what there is, and told of where it runs out."""
 
-from contextlib import nullcontext
-
 import pytest
 import torch
 
@@ -10,16 +8,14 @@ from dofla.compression.memory import calibration_memory
 from dofla.errors import DoflaError
 
 
-@pytest.mark.parametrize("part", [1, 0.9, 0.5])
+@pytest.mark.parametrize("part", [1, 0.9])
 def test_too_little_is_told_before_anything_is_read(tiny, part, monkeypatch, caplog):
-    model, seen = tiny.llama(), []
+    model, told = tiny.llama(), []
     needed = calibration_memory(model, 256)
     monkeypatch.setattr("dofla.compression.memory.available_memory", lambda _: part * needed)
-    said = "too little memory: calibration takes .* are available: give batch_size=1 and shorter windows"
-    with pytest.raises(DoflaError, match=said) if part == 0.5 else nullcontext():
-        dofla.calibrate(model, tiny.tokens(2, 96), progress=lambda *x: seen.append(x))
-    assert bool(seen) == (part > 0.5)
-    assert ("memory may be too little" in caplog.text) == (part == 0.9)
+    dofla.calibrate(model, tiny.tokens(2, 96), progress=lambda *_: told.append(caplog.text))
+    assert ("too little memory: calibration takes about" in told[0]) == (part < 1)
+    assert ("are available: give batch_size=1 and shorter windows" in told[0]) == (part < 1)
 
 
 @pytest.mark.parametrize("words", ["CUDA out of memory", "DefaultCPUAllocator: can't allocate memory", "another fault"])

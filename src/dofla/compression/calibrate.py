@@ -15,7 +15,7 @@ from dofla.compression.calibration import Calibration
 from dofla.compression.directions import measure_directions
 from dofla.compression.eviction_error import EvictionErrors, Stream, streams
 from dofla.compression.head_budgets import HeadBudgets, divide
-from dofla.compression.memory import check_memory, ways_out
+from dofla.compression.memory import warn_of_memory, ways_out
 from dofla.compression.plan import bytes_for, compressed_plan, even_bytes
 from dofla.compression.retrieval import needles_among, rank_heads
 from dofla.compression.target import Target
@@ -142,7 +142,7 @@ def measure(
     twice = _repeated(text, target.length)
     tokens, documents = [_tokens(batch) for batch in batches], 0 if needles is None else needles.documents.tokens
     work = Work(report, sum(tokens) + measured * _tokens(twice) + 4 * sum(map(_tokens, short)) + documents)
-    check_memory(model, max(*tokens, _tokens(twice), documents))
+    warn_of_memory(model, max(*tokens, _tokens(twice), documents))
 
     with unfinished(target.fingerprint, repr(key)) as (found, keep):
         errors = EvictionErrors(found.errors)

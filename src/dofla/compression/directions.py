@@ -116,7 +116,7 @@ class Directions:
 
 @dataclass
 class DirectionSums:
-    """What directions follow from, of each layer by name; later batches can be added."""
+    """Sums over batches that directions follow from, by layer."""
 
     batches: int = 0
     moments: dict[str, list[Moments]] = field(default_factory=dict)  # of queries, keys and values

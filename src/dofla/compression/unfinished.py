@@ -1,14 +1,11 @@
-"""What a calibration has measured so far, in a file of this user until it is complete: after an interruption the same
-calibration goes on from there."""
+"""Calibrations that go on after an interruption: a file of this user keeps the sums until they are complete."""
 
-import json
 import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor
 
@@ -17,7 +14,7 @@ from dofla.compression.eviction_error import Stream
 from dofla.compression.known import cache_folder
 from dofla.errors import DoflaError
 from dofla.storage.fields import build
-from dofla.storage.tensors import read_tensors, write_tensors
+from dofla.storage.tensors import read_data, write_data
 
 logger = logging.getLogger(__name__)
 
@@ -43,8 +40,8 @@ def file_of(fingerprint: str) -> Path:
 
 @contextmanager
 def unfinished(fingerprint: str, key: str) -> Iterator[tuple[Measured, Callable[[], None]]]:
-    """What a calibration has measured, nothing if none with this ``key`` was interrupted, and a function that keeps it.
-    The file vanishes when the block ends well."""
+    """The sums of the calibration with this ``key``, empty unless it was interrupted, and a function that keeps them.
+    Their file vanishes when the block ends well."""
     path, written = file_of(fingerprint), time.monotonic()
     found = _read(path, key)
     if found.directions.batches:
@@ -55,7 +52,7 @@ def unfinished(fingerprint: str, key: str) -> Iterator[tuple[Measured, Callable[
         if time.monotonic() - written >= EVERY:
             with suppress(DoflaError, OSError):  # it goes without
                 path.parent.mkdir(parents=True, exist_ok=True)
-                _write(path, key, found)
+                write_data(path, found, key=key)
             written = time.monotonic()
 
     yield found, keep
@@ -63,24 +60,10 @@ def unfinished(fingerprint: str, key: str) -> Iterator[tuple[Measured, Callable[
         path.unlink(missing_ok=True)
 
 
-def _write(path: Path, key: str, measured: Measured) -> None:
-    tensors: dict[str, Tensor] = {}
-
-    def apart(value: Any) -> dict[str, Any]:
-        if isinstance(value, Tensor):
-            tensors[name := str(len(tensors))] = value
-            return {"tensor": name}
-        return vars(value)
-
-    write_tensors(path, tensors, {"measured": json.dumps(measured, default=apart), "key": key})
-
-
 def _read(path: Path, key: str) -> Measured:
-    """What the file holds; nothing if it is missing, damaged or of another calibration."""
-    with suppress(DoflaError, KeyError, ValueError):
-        tensors, metadata = read_tensors(path)
-        if metadata["key"] == key:
-            text = metadata["measured"]
-            plain = json.loads(text, object_hook=lambda x: tensors[x["tensor"]] if x.keys() == {"tensor"} else x)
-            return build(Measured, plain, str(path))
+    """The sums in the file; none if it is missing, damaged or of another calibration."""
+    with suppress(DoflaError):
+        data, metadata = read_data(path)
+        if metadata.get("key") == key:
+            return build(Measured, data, str(path))
     return Measured()
