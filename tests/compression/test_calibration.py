@@ -131,62 +131,52 @@ def test_what_is_no_calibration_is_refused(tmp_path):
         Calibration.load(tmp_path / "weights.safetensors")
 
 
-class Interrupted(Exception):
-    """Stands for Ctrl-C."""
-
-
 @pytest.fixture
-def unfinished(monkeypatch, tmp_path):
-    """The folder where this user's calibrations are kept, at once."""
+def interrupted(monkeypatch, tmp_path):
+    """A calibration that is interrupted once a share is read, and the folder of this user, who keeps it at once."""
     monkeypatch.setattr(constants, "HF_HOME", tmp_path)
     monkeypatch.setattr("dofla.compression.unfinished.EVERY", 0)
-    return cache_folder()
+
+    def calibrate(share, *given, **options):
+        def stop(stage, done, total):
+            if done > share * total:
+                raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            dofla.calibrate(*given, **options, progress=stop)
+        return cache_folder()
+
+    return calibrate
 
 
-@pytest.mark.parametrize("after", [0.15, 0.6, 0.9])  # of what is read
-def test_an_interrupted_one_goes_on(tiny, tokenizer, unfinished, after, caplog):
-    model, read = tiny.llama(vocab_size=2048), []
-    windows = dofla.TokenWindows.of(tiny.tokens(14, 192))
-    model.get_input_embeddings().register_forward_hook(lambda _, __, out: read.append(out.shape[:-1].numel()))
+@pytest.mark.parametrize("share", [0.15, 0.6, 0.9])
+def test_an_interrupted_one_goes_on(tiny, tokenizer, interrupted, share, caplog):
+    model, windows, read, told = tiny.llama(vocab_size=2048), dofla.TokenWindows.of(tiny.tokens(14, 192)), [], []
     options = {"tokenizer": tokenizer, "batch_size": 2}
-    whole = dofla.calibrate(model, windows, **options)
-    assert not any(unfinished.iterdir())
-    total = sum(read)
-
-    def interrupt(stage, done, of):
-        if done > after * of:
-            raise Interrupted
-
     before = model(windows.input_ids[:1]).logits
-    with pytest.raises(Interrupted):
-        dofla.calibrate(model, windows, **options, progress=interrupt)
+    folder = interrupted(share, model, windows, **options)
+    assert [path.suffix for path in folder.iterdir()] == [".unfinished"]
     assert torch.equal(model(windows.input_ids[:1]).logits, before)
-    (kept,) = unfinished.iterdir()
-    assert kept.suffix == ".unfinished"
-    read.clear()
-    reported = []
-    assert same(dofla.calibrate(model, windows, **options, progress=lambda *x: reported.append(x)), whole)
-    assert sum(read) < (1.1 - 0.75 * after) * total
-    assert reported[-1][1] == reported[-1][2] == pytest.approx(total, rel=0.01)
+    model.get_input_embeddings().register_forward_hook(lambda _, __, out: read.append(out.shape[:-1].numel()))
+    found = dofla.calibrate(model, windows, **options, progress=lambda *x: told.append(x[1:]))
     assert "an interrupted calibration goes on" in caplog.text
-    assert not any(unfinished.iterdir())
+    assert not any(folder.iterdir())
+    less = sum(read)
+    assert same(found, dofla.calibrate(model, windows, **options))
+    total = sum(read) - less
+    assert less < (1.1 - 0.75 * share) * total
+    assert told[-1][0] == told[-1][1] == pytest.approx(total, rel=0.01)
 
 
 @pytest.mark.parametrize("change", ["windows", "options", "weights", "damage"])
-def test_another_one_begins_anew(tiny, windows, unfinished, change, caplog):
-    def interrupt(stage, done, of):
-        if stage == "copies":
-            raise Interrupted
-
-    with pytest.raises(Interrupted):
-        dofla.calibrate(tiny.llama(), windows, progress=interrupt)
-    other = dofla.TokenWindows.of(tiny.tokens(6, 96, seed=5)) if change == "windows" else windows
+def test_another_one_begins_anew(tiny, windows, interrupted, change, caplog):
+    folder = interrupted(0.7, tiny.llama(), windows)
+    windows = dofla.TokenWindows.of(tiny.tokens(6, 96, seed=5)) if change == "windows" else windows
     options = {"context": 128} if change == "options" else {}
     model = tiny.llama(seed=int(change == "weights"))
     if change == "damage":
-        (kept,) = unfinished.iterdir()
-        kept.write_bytes(kept.read_bytes()[:-100])
-    found = dofla.calibrate(model, other, **options)
+        next(folder.iterdir()).write_bytes(b"half")
+    found = dofla.calibrate(model, windows, **options)
     assert "goes on" not in caplog.text
-    assert not any(unfinished.iterdir())
-    assert same(found, dofla.calibrate(model, other, **options))
+    assert not any(folder.iterdir())
+    assert same(found, dofla.calibrate(model, windows, **options))

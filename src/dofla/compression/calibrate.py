@@ -103,15 +103,8 @@ def calibrate(
     Raises:
         DoflaError: as :func:`dofla.compress`; a model that predicts no tokens.
     """
-    return measure(
-        model,
-        Target.of(model, context, keep_softmax),
-        windows,
-        head_budgets=head_budgets,
-        tokenizer=tokenizer,
-        batch_size=batch_size,
-        progress=progress,
-    )
+    target = Target.of(model, context, keep_softmax)
+    return measure(model, target, windows, head_budgets, tokenizer, batch_size, progress)
 
 
 @ways_out()
@@ -119,7 +112,6 @@ def measure(
     model: PreTrainedModel,
     target: Target,
     windows: TokenWindows | Tensor | Mapping[str, Tensor],
-    *,
     head_budgets: str,
     tokenizer: PreTrainedTokenizerBase | None,
     batch_size: int,

@@ -109,16 +109,9 @@ def compress(
         if windows is None:
             assert tokenizer is not None
             windows = default_windows(tokenizer, target.length)
-        ranked = retrieval_heads or (by_default and has_words(tokenizer))
-        calibration = measure(
-            model,
-            target,
-            windows,
-            head_budgets="measured" if by_default else head_budgets,
-            tokenizer=tokenizer if ranked else None,
-            batch_size=batch_size,
-            progress=progress,
-        )
+        budgets = "measured" if by_default else head_budgets
+        ranking = tokenizer if retrieval_heads or (by_default and has_words(tokenizer)) else None
+        calibration = measure(model, target, windows, budgets, ranking, batch_size, progress)
         if by_default and context is None and not keep_softmax:
             logger.info("the calibration is kept in %s", keep(calibration))
     else:
