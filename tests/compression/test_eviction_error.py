@@ -9,7 +9,7 @@ from tiny_families import teacher, tokens
 
 import dofla
 from dofla.compression import calibrate
-from dofla.compression.eviction_error import BLOCKS, EVERY, FRACTIONS, SINKS, WINDOW, EvictionErrors, Stream, streams
+from dofla.compression.eviction_error import BLOCKS, EVERY, FRACTIONS, SINKS, WINDOW, EvictionErrors, streams
 from dofla.compression.head_budgets import LEAST
 from dofla.distillation.objective import Objective
 from dofla.errors import DoflaError
@@ -86,8 +86,7 @@ def test_errors_count_relative_to_the_residual_stream(family):
         layer.register_forward_hook(
             lambda _, x, out, name=name: seen.update({name: out[0] if isinstance(out, tuple) else out})
         )
-    found = {name: Stream() for name in names}
-    with torch.no_grad(), streams(model, found):
+    with torch.no_grad(), streams(model, names) as found:
         run_body(model, batch)
         run_body(model, batch)
     for name, stream in found.items():

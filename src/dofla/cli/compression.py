@@ -66,13 +66,13 @@ def calibrate(
 ) -> dict[str, Any]:
     """Measure what compress needs to know of a model, for any size."""
     from dofla import calibrate as measure
-    from dofla.compression.unfinished import file_of
+    from dofla.compression.known import unfinished
     from dofla.runs.check import target_of
     from dofla.runs.opening import open_original
 
     view = current_view()
     if target := target_of(model, settings.get("context"), settings.get("keep_softmax", ())):
-        view.resumes = file_of(target.fingerprint)
+        view.resumes = unfinished(target.fingerprint)
     opened, tokenizer = open_original(model, device=device, **opening)
     windows = calibration_windows(data, opened, tokenizer, text, settings)
     with view.progress("calibrate") as bar:
@@ -114,7 +114,7 @@ def compress(
     from dofla import Calibration
     from dofla import compress as make
     from dofla.compression.compress import check_fit
-    from dofla.compression.unfinished import file_of
+    from dofla.compression.known import unfinished
     from dofla.integration.checkpoint import warn_of_local_base, write_adapter
     from dofla.integration.converted import Converted
     from dofla.integration.room import check_disk
@@ -131,7 +131,7 @@ def compress(
     if target := target_of(model, settings.get("context"), settings.get("keep_softmax", ())):  # before minutes go
         given = {name: settings[name] for name in ("head_budgets", "retrieval_heads", "prefill") if name in settings}
         check_fit(target, target.size(size, ratio), measured, **given)
-        view.resumes = file_of(target.fingerprint)
+        view.resumes = unfinished(target.fingerprint)
     with ExitStack() as stack:
         folders = {kind: stack.enter_context(new_folder(path)) for kind, path in kinds.items() if path is not None}
         compressed, tokenizer = open_original(model, device=device, **opening)

@@ -2,6 +2,7 @@
 
 import logging
 import math
+import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -12,14 +13,14 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from dofla import __version__
 from dofla.compression.calibration import Calibration
-from dofla.compression.directions import measure_directions
-from dofla.compression.eviction_error import EvictionErrors, Stream, streams
+from dofla.compression.directions import Directions, measure_directions
+from dofla.compression.eviction_error import EvictionErrors, streams
 from dofla.compression.head_budgets import HeadBudgets, divide
+from dofla.compression.known import interrupted, keep_unfinished, unfinished
 from dofla.compression.memory import warn_of_memory, ways_out
 from dofla.compression.plan import bytes_for, compressed_plan, even_bytes
 from dofla.compression.retrieval import needles_among, rank_heads
 from dofla.compression.target import Target
-from dofla.compression.unfinished import unfinished
 from dofla.data import TokenWindows
 from dofla.display import Bar, reports_progress
 from dofla.distillation.objective import Objective
@@ -125,55 +126,64 @@ def measure(
     check_choice("head_budgets", head_budgets, HEAD_BUDGETS)
     needles = None if tokenizer is None else needles_among(text, tokenizer, target.length)
     within, layers = calibration_context(model, text, target.context), [site.name for site in target.compressed]
-    batches = list(placed_over(text, batch_size, within))
-    key = [__version__, target.name, target.weights, str(model.dtype), layers, head_budgets]
-    key.append(digest(part for batch in batches for part in batch.values()))
-    measured, held_out = head_budgets == "measured", range(len(batches))[HELD_OUT]
-    others = [batches[n] for n in held_out] if measured else []
+    batches, measured = list(placed_over(text, batch_size, within)), head_budgets == "measured"
+    others = batches[HELD_OUT] if measured else []
     short = [{name: x[:, :HELD_OUT_TOKENS] for name, x in batch.items()} for batch in others]
     twice = _repeated(text, target.length)
-    tokens, documents = [_tokens(batch) for batch in batches], 0 if needles is None else needles.documents.tokens
-    work = Work(report, sum(tokens) + measured * _tokens(twice) + 4 * sum(map(_tokens, short)) + documents)
-    warn_of_memory(model, max(*tokens, _tokens(twice), documents))
+    first = sum(map(_tokens, batches)) + measured * _tokens(twice)
+    compared, documents = 4 * sum(map(_tokens, short)), 0 if needles is None else needles.documents.tokens
+    work = Work(report, first + compared + documents)
+    warn_of_memory(model, max(*map(_tokens, batches), _tokens(twice), documents))
+    data = (x for batch in batches for x in batch.values())
+    key = digest(data, __version__, target.name, target.weights, model.dtype, layers, head_budgets)
+    path = unfinished(target.fingerprint) / f"{key}.safetensors"
 
-    with unfinished(target.fingerprint, repr(key)) as (found, keep):
-        errors = EvictionErrors(found.errors)
-        for name in layers:
-            found.streams.setdefault(name, Stream())
-
-        def remaining() -> Iterator[Batch]:
-            for batch in batches[found.directions.batches :]:
-                yield batch
-                keep()
-
-        def look(call: AttentionCall) -> None:
-            read = found.directions.batches
-            if measured and read not in held_out:
-                errors(call)
-            work("directions", tokens[read] / len(layers))
-
-        work.done += sum(tokens[: found.directions.batches])
-        with streams(model, found.streams):
-            directions = measure_directions(model, remaining(), layers, look, found.directions)
+    if (made := interrupted(path)) is None:
+        found, costs = _read(model, layers, batches, work, twice if measured else None)
         made_by = {"source": text.source, "tokens": text.tokens, "context": within}
-        made = Calibration(
-            directions, model=target.name, fingerprint=target.fingerprint, weights=target.weights, made_by=made_by
-        )
-        if measured:
-            if not found.copied:
-                copied = EvictionErrors(found.copied)
-                with recording(model, layers, copied), torch.no_grad():
-                    run_body(model, twice)
-                keep()
-            work("copies", _tokens(twice))
-            weight = COPY_WEIGHT * (len(text) - sum(len(batch["input_ids"]) for batch in others))
-            errors = EvictionErrors({name: errors.errors[name] + weight * found.copied[name] for name in layers})
-            costs = {x: errors.cost(x, directions[x].weighing(model), found.streams[x]) for x in layers}
-            made = _compared(replace(made, costs=costs), model, target, short, found.kl, work, keep)
-        if needles is not None:
-            ranked = partial(work, "retrieval heads", documents / len(needles.documents) / len(layers))
-            made = replace(made, retrieval=rank_heads(model, layers, needles, ranked))
+        made = Calibration(found, {}, costs, (), target.name, target.fingerprint, target.weights, made_by)
+        keep_unfinished(made, path)
+    work.done = first
+    if measured and not made.shares:
+        made = _compared(made, model, target, short, work)
+        keep_unfinished(made, path)
+    work.done = first + compared
+    if needles is not None:
+        ranked = partial(work, "retrieval heads", documents / len(needles.documents) / len(layers))
+        made = replace(made, retrieval=rank_heads(model, layers, needles, ranked))
+    shutil.rmtree(path.parent, ignore_errors=True)
     return made
+
+
+def _read(
+    model: PreTrainedModel, layers: Sequence[str], batches: Sequence[Batch], work: Work, twice: Batch | None
+) -> tuple[dict[str, Directions], dict[str, list[float]]]:
+    """Directions, and costs of eviction by the batches that are not held out and by text that stands there ``twice``;
+    no costs without that."""
+    errors, copied, read, held_out = EvictionErrors(), EvictionErrors(), 0, range(len(batches))[HELD_OUT]
+
+    def next_batch() -> Iterator[Batch]:
+        nonlocal read
+        for n, batch in enumerate(batches):
+            read = n
+            yield batch
+
+    def look(call: AttentionCall) -> None:
+        if twice is not None and read not in held_out:
+            errors(call)
+        work("directions", _tokens(batches[read]) / len(layers))
+
+    with streams(model, layers) as around:
+        directions = measure_directions(model, next_batch(), layers, look)
+    if twice is None:
+        return directions, {}
+    with recording(model, layers, copied), torch.no_grad():
+        run_body(model, twice)
+    work("copies", _tokens(twice))
+    rows = sum(len(batch["input_ids"]) for n, batch in enumerate(batches) if n not in held_out)
+    for name in layers:
+        errors.errors[name] += COPY_WEIGHT * rows * copied.errors[name]
+    return directions, {x: errors.cost(x, directions[x].weighing(model), around[x]) for x in layers}
 
 
 def _repeated(windows: TokenWindows, positions: int | None) -> Batch:
@@ -188,16 +198,9 @@ def _tokens(batch: Batch) -> int:
 
 
 def _compared(
-    found: Calibration,
-    model: PreTrainedModel,
-    target: Target,
-    others: Sequence[Batch],
-    kl: dict[str, float],
-    work: Work,
-    keep: Callable[[], None],
+    found: Calibration, model: PreTrainedModel, target: Target, others: Sequence[Batch], work: Work
 ) -> Calibration:
-    """The calibration with head budgets by its costs, or with even ones where those are better on other batches; that
-    ``kl`` is known of some of them already."""
+    """The calibration with head budgets by its costs, or with even ones where those are better on other batches."""
     sites, length = target.compressed, others[0]["input_ids"].shape[1] if others else 0
     tokens = max(LEAST_TOKENS, math.floor(FRACTION * length))
     size = sum(x.kv_heads * bytes_for(tokens, x.head_dim, x.value_dim) for x in sites)
@@ -223,12 +226,7 @@ def _compared(
         return total
 
     if others:
-        work.done += 2 * len(kl) * sum(map(_tokens, others))
-        for name, own in {"even": even, "measured": shares}.items():
-            if name not in kl:
-                kl[name] = loss(own)
-                keep()
-        made_by["held_out"] = kl
+        made_by["held_out"] = kl = {"even": loss(even), "measured": loss(shares)}
         if kl["measured"] > kl["even"]:
             shares = even
             logger.warning(held_out_line(kl))

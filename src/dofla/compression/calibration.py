@@ -3,12 +3,15 @@ shared."""
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from torch import Tensor
 
 from dofla.compression.directions import Directions, Symmetric
 from dofla.compression.head_budgets import HeadBudgets
@@ -18,7 +21,7 @@ from dofla.display import Part, Result, table
 from dofla.errors import DoflaError
 from dofla.integration.converted import Converted
 from dofla.plans.plan import held_out_line
-from dofla.storage.tensors import read_data, write_data
+from dofla.storage.tensors import read_tensors, write_tensors
 
 logger = logging.getLogger(__name__)
 
@@ -26,6 +29,7 @@ SAME = 0.02
 """Relative difference of a few weights up to which models count as the same: eight bits change less, and fine-tuning of
 all weights more."""
 _FORMAT = "3"
+_SIDES, _MEANS = ("queries", "keys", "values"), ("key_mean", "value_mean")
 
 
 @dataclass(frozen=True)
@@ -98,20 +102,30 @@ class Calibration(Result):
 
     def save(self, path: str | Path) -> None:
         """Write it as one safetensors file, replacing what was there."""
-        write_data(path, vars(self), format=_FORMAT)
+        tensors = {f"{name}:{part}": tensor for name, own in self.directions.items() for part, tensor in _parts(own)}
+        names = "shares", "costs", "retrieval", "model", "fingerprint", "weights", "made_by"
+        plain = {name: getattr(self, name) for name in names}
+        plain["outputs"] = {name: own.output for name, own in self.directions.items()}
+        write_tensors(path, tensors, {"format": _FORMAT, "calibration": json.dumps(plain)})
 
     @classmethod
     def load(cls, path: str | Path) -> Calibration:
         """Read what :meth:`save` wrote; DoflaError naming the file if it is missing, damaged or of another kind."""
-        data, metadata = read_data(path, "calibrate again")
-        if metadata.get("format") != _FORMAT:
+        tensors, metadata = read_tensors(path, "calibrate again")
+        if metadata.get("format") != _FORMAT or "calibration" not in metadata:
             raise DoflaError(f"{path} is no calibration of this version of dofla: calibrate again")
         try:
-            for own in data["directions"].values():
-                own |= {side: Symmetric(*own[side]) for side in ("queries", "keys", "values")}
-            data["directions"] = {name: Directions(**own) for name, own in data["directions"].items()}
-            data["retrieval"] = [(name, head) for name, head in data["retrieval"]]
-            return cls(**data)
+            plain = json.loads(metadata["calibration"])
+            directions = {}
+            for name, output in plain.pop("outputs").items():
+                queries, keys, values = (
+                    Symmetric(*(tensors[f"{name}:{side}.{part}"] for part in Symmetric._fields)) for side in _SIDES
+                )
+                directions[name] = Directions(
+                    queries, keys, values, tensors[f"{name}:key_mean"], tensors[f"{name}:value_mean"], output
+                )
+            plain["retrieval"] = [(name, head) for name, head in plain["retrieval"]]
+            return cls(directions, **plain)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             what = f"{type(error).__name__}: {error}"
             raise DoflaError(f"{path} holds no calibration ({what}): calibrate again") from error
@@ -122,3 +136,10 @@ def difference(one: Sequence[float], other: Sequence[float]) -> float:
     if len(one) != len(other) or not any(other):
         return math.inf
     return math.dist(one, other) / math.hypot(*other)
+
+
+def _parts(directions: Directions) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of directions, by their names in a file."""
+    for side in _SIDES:
+        yield from ((f"{side}.{part}", tensor) for part, tensor in getattr(directions, side)._asdict().items())
+    yield from ((mean, getattr(directions, mean)) for mean in _MEANS)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -70,9 +69,8 @@ class Directions:
     output: str  # name of the output projection, which says what an error in a value does; empty if there is none
 
     @classmethod
-    def of(cls, moments: Sequence[Moments], output: str) -> Directions:
+    def of(cls, queries: Moments, keys: Moments, values: Moments, output: str) -> Directions:
         """Directions by the moments of a layer's queries, keys and values."""
-        queries, keys, values = moments
         asked, of_keys, of_values = map(Symmetric.of, (queries.second, keys.covariance, values.covariance))
         return cls(asked, of_keys, of_values, keys.mean.float(), values.mean.float(), output)
 
@@ -114,69 +112,65 @@ class Directions:
             tier.value.calibrate(of_values[own], None if weighing is None else weighing[own])
 
 
-@dataclass
-class DirectionSums:
-    """Sums over batches that directions follow from, by layer."""
-
-    batches: int = 0
-    moments: dict[str, list[Moments]] = field(default_factory=dict)  # of queries, keys and values
-    outputs: dict[str, str] = field(default_factory=dict)  # names of output projections
-
-
 @torch.no_grad()
 def measure_directions(
     model: PreTrainedModel,
     batches: Iterable[Mapping[str, Tensor]],
     layers: Collection[str],
     also: Callable[[AttentionCall], None] = lambda call: None,
-    sums: DirectionSums | None = None,
 ) -> dict[str, Directions]:
     """Measure the directions of layers, under softmax attention; the model may be converted or not.
 
     An error in a key counts by what queries make of it, one in a value by what the output projection does: the first
     linear layer of its module that runs after attention. Where that is none, all errors in values count alike. Some
-    thousand tokens are enough. ``also`` sees each call too; batches are added to ``sums``. DoflaError for NaN in the
-    activations, with layer and batch.
+    thousand tokens are enough. ``also`` sees each call too. DoflaError for NaN in the activations, with layer and
+    batch.
     """
-    sums, answered = sums or DirectionSums(), set[str]()
+    found: dict[str, tuple[Moments, Moments, Moments]] = {}
+    answered: list[str] = []
+    batch_number = -1
 
     def look(call: AttentionCall) -> None:
-        call.check_finite(sums.batches)
-        answered.add(call.name)
+        call.check_finite(batch_number)
+        answered.append(call.name)
         real = call.real_rows()
         heads = call.key.shape[1]
         vectors = [x.transpose(1, 2)[real].transpose(0, 1).cpu() for x in (call.query, call.key, call.value)]
         vectors[0] = vectors[0].unflatten(0, (heads, -1)).flatten(1, 2)
-        moments = [Moments.of(x) for x in vectors]
-        if before := sums.moments.get(call.name):
-            moments = [one + other for one, other in zip(before, moments, strict=True)]
-        sums.moments[call.name] = moments
+        queries, keys, values = map(Moments.of, vectors)
+        if call.name in found:
+            before = found[call.name]
+            queries, keys, values = before[0] + queries, before[1] + keys, before[2] + values
+        found[call.name] = queries, keys, values
         also(call)
 
-    with _outputs(model, layers, answered, sums.outputs), recording(model, layers, look):
+    with _outputs(model, layers, answered) as outputs, recording(model, layers, look):
         for batch in batches:
+            batch_number += 1
             run_body(model, batch)
-            sums.batches += 1
-    return {name: Directions.of(sums.moments[name], sums.outputs.get(name, "")) for name in layers}
+    names = {module: name for name, module in model.named_modules()}
+    return {name: Directions.of(*found[name], names.get(outputs.get(name), "")) for name in layers}
 
 
 @contextmanager
-def _outputs(
-    model: PreTrainedModel, layers: Collection[str], answered: Collection[str], found: dict[str, str]
-) -> Iterator[None]:
-    """Within the block ``found`` fills as the model runs: by layer, the first linear layer in its module that runs once
+def _outputs(model: PreTrainedModel, layers: Collection[str], answered: list[str]) -> Iterator[dict[str, nn.Module]]:
+    """Yield a dictionary that fills as the model runs: by layer, the first linear layer in its module that runs once
     attention has ``answered``."""
+    found: dict[str, nn.Module] = {}
 
-    def note(name: str, output: str, module: nn.Module, _: tuple) -> None:
-        if name in answered:
-            found.setdefault(name, output)
+    def hook(name: str):
+        def note(module: nn.Module, _: tuple) -> None:
+            if name in answered:
+                found.setdefault(name, module)
+
+        return note
 
     with ExitStack() as stack:
         for name in layers:
-            for output, module in model.get_submodule(name).named_modules(prefix=name):
+            for module in model.get_submodule(name).modules():
                 if isinstance(module, Conv1D) or hasattr(module, "in_features"):
-                    stack.callback(module.register_forward_pre_hook(partial(note, name, output)).remove)
-        yield
+                    stack.callback(module.register_forward_pre_hook(hook(name)).remove)
+        yield found
 
 
 def _matrix(linear: Any, model: PreTrainedModel) -> Tensor:

@@ -8,7 +8,7 @@ there. On SmolLM2 budgets by this error lose as little as by its gradient of the
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -94,15 +94,16 @@ def _retained(score: Tensor, tokens: int, end: int) -> Tensor:
 
 
 @contextmanager
-def streams(model: PreTrainedModel, found: Mapping[str, Stream]) -> Iterator[None]:
-    """Within the block the sizes of the residual stream around attention modules are measured, by name."""
+def streams(model: PreTrainedModel, names: Collection[str]) -> Iterator[dict[str, Stream]]:
+    """Within the block the sizes of the residual stream around these attention modules are measured, by name."""
+    found = {name: Stream() for name in names}
     with ExitStack() as stack:
         for name, stream in found.items():
             module, layer = model.get_submodule(name), _layer_of(model, name)
             if layer is not None:
                 for hook in _hooks(stream, module, layer):
                     stack.callback(hook.remove)
-        yield
+        yield found
 
 
 def _hooks(stream: Stream, module: nn.Module, layer: nn.Module) -> Iterator[Any]:

@@ -4,6 +4,7 @@ import logging
 import os
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from huggingface_hub import constants
@@ -52,6 +53,28 @@ def keep(calibration: Calibration, folder: Path | None = None) -> Path:
 def cache_folder() -> Path:
     """The folder of this user's calibrations."""
     return Path(constants.HF_HOME) / "dofla" / "calibrations"
+
+
+def unfinished(fingerprint: str) -> Path:
+    """The folder of what interrupted calibrations of a model with these attention modules have measured."""
+    return cache_folder() / f"{fingerprint}.unfinished"
+
+
+def interrupted(path: Path) -> Calibration | None:
+    """The calibration in a file of such a folder, as far as it came; None if there is none."""
+    with suppress(DoflaError):  # damaged
+        if path.exists():
+            found = Calibration.load(path)
+            logger.warning("an interrupted calibration goes on (%s)", path)
+            return found
+    return None
+
+
+def keep_unfinished(calibration: Calibration, path: Path) -> None:
+    """Keep a calibration in such a file, if the system lets it be written."""
+    with suppress(DoflaError, OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        calibration.save(path)
 
 
 def _places(target: Target) -> Iterator[tuple[str, list[Path]]]:

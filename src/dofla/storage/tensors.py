@@ -1,11 +1,9 @@
 """safetensors files that are whole or not there."""
 
 import hashlib
-import json
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -44,33 +42,9 @@ def read_tensors(
     return tensors, metadata
 
 
-def write_data(path: str | Path, data: Any, **metadata: str) -> None:
-    """Write plain data that has tensors and dataclasses in it, as one safetensors file."""
-    tensors: dict[str, Tensor] = {}
-
-    def apart(value: Any) -> dict[str, Any]:
-        if isinstance(value, Tensor):
-            tensors[name := str(len(tensors))] = value
-            return {"tensor": name}
-        return vars(value)
-
-    write_tensors(path, tensors, {"data": json.dumps(data, default=apart), **metadata})
-
-
-def read_data(path: str | Path, way_out: str = "copy or make it again") -> tuple[Any, dict[str, str]]:
-    """The data of such a file (None of another), dataclasses as dictionaries, and its metadata; DoflaError as
-    :func:`read_tensors`."""
-    tensors, metadata = read_tensors(path, way_out)
-    try:
-        text = metadata.get("data", "null")
-        return json.loads(text, object_hook=lambda x: tensors[x["tensor"]] if [*x] == ["tensor"] else x), metadata
-    except (KeyError, ValueError, RecursionError) as error:
-        raise DoflaError(f"{path} is damaged ({type(error).__name__}: {error}): {way_out}") from error
-
-
-def digest(tensors: Iterable[Tensor]) -> str:
-    """A digest of what tensors hold, in hexadecimal digits."""
-    found = hashlib.blake2b(digest_size=8)
+def digest(tensors: Iterable[Tensor], *options: object) -> str:
+    """A digest of what tensors hold, and of plain options, in hexadecimal digits."""
+    found = hashlib.blake2b(repr(options).encode(), digest_size=8)
     for tensor in tensors:
         found.update(tensor.cpu().contiguous().view(torch.uint8).numpy().data)
     return found.hexdigest()
