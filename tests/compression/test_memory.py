@@ -12,7 +12,7 @@ from dofla.errors import DoflaError
 def test_too_little_is_told_before_anything_is_read(tiny, part, monkeypatch, caplog):
     model, told = tiny.llama(), []
     needed = calibration_memory(model, 256)
-    monkeypatch.setattr("dofla.compression.memory.available_memory", lambda _: part * needed)
+    monkeypatch.setattr("dofla.integration.room.available_memory", lambda _: part * needed)
     dofla.calibrate(model, tiny.tokens(2, 96), progress=lambda *_: told.append(caplog.text))
     assert ("too little memory: calibration takes about" in told[0]) == (part < 1)
     assert ("are available: give batch_size=1 and shorter windows" in told[0]) == (part < 1)

@@ -4,6 +4,7 @@ import logging
 import math
 import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -16,7 +17,7 @@ from dofla.compression.calibration import Calibration
 from dofla.compression.directions import Directions, measure_directions
 from dofla.compression.eviction_error import EvictionErrors, streams
 from dofla.compression.head_budgets import HeadBudgets, divide
-from dofla.compression.known import interrupted, keep_unfinished, unfinished
+from dofla.compression.known import interrupted, keep, unfinished
 from dofla.compression.memory import warn_of_memory, ways_out
 from dofla.compression.plan import bytes_for, compressed_plan, even_bytes
 from dofla.compression.retrieval import needles_among, rank_heads
@@ -87,7 +88,8 @@ def calibrate(
     al. 2024, arXiv 2404.15574): those get the bytes. Every sixth batch is held out: budgets that follow from the others
     are compared with even ones on it; where these are better, even budgets are kept.
 
-    One that is interrupted leaves the model as it was; the next with the same text and options goes on from there.
+    One that is interrupted leaves the model as it was; the next with the same text and options goes on from the last
+    stage that was finished.
 
     Args:
         model: as for :func:`dofla.compress`; it is compressed while measuring, and restored.
@@ -136,22 +138,24 @@ def measure(
     warn_of_memory(model, max(*map(_tokens, batches), _tokens(twice), documents))
     data = (x for batch in batches for x in batch.values())
     key = digest(data, __version__, target.name, target.weights, model.dtype, layers, head_budgets)
-    path = unfinished(target.fingerprint) / f"{key}.safetensors"
+    folder = unfinished(target.fingerprint) / key
 
-    if (made := interrupted(path)) is None:
+    if (made := interrupted(folder)) is None:
         found, costs = _read(model, layers, batches, work, twice if measured else None)
         made_by = {"source": text.source, "tokens": text.tokens, "context": within}
         made = Calibration(found, {}, costs, (), target.name, target.fingerprint, target.weights, made_by)
-        keep_unfinished(made, path)
+        with suppress(DoflaError, OSError):  # where nothing can be written, nothing is kept
+            keep(made, folder)
     work.done = first
     if measured and not made.shares:
         made = _compared(made, model, target, short, work)
-        keep_unfinished(made, path)
+        with suppress(DoflaError, OSError):
+            keep(made, folder)
     work.done = first + compared
     if needles is not None:
         ranked = partial(work, "retrieval heads", documents / len(needles.documents) / len(layers))
         made = replace(made, retrieval=rank_heads(model, layers, needles, ranked))
-    shutil.rmtree(path.parent, ignore_errors=True)
+    shutil.rmtree(folder.parent, ignore_errors=True)
     return made
 
 

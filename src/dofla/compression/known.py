@@ -60,21 +60,14 @@ def unfinished(fingerprint: str) -> Path:
     return cache_folder() / f"{fingerprint}.unfinished"
 
 
-def interrupted(path: Path) -> Calibration | None:
-    """The calibration in a file of such a folder, as far as it came; None if there is none."""
+def interrupted(folder: Path) -> Calibration | None:
+    """The calibration that a folder in there holds, as far as it came; None if there is none."""
     with suppress(DoflaError):  # damaged
-        if path.exists():
+        for path in folder.glob("*.safetensors"):
             found = Calibration.load(path)
             logger.warning("an interrupted calibration goes on (%s)", path)
             return found
     return None
-
-
-def keep_unfinished(calibration: Calibration, path: Path) -> None:
-    """Keep a calibration in such a file, if the system lets it be written."""
-    with suppress(DoflaError, OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        calibration.save(path)
 
 
 def _places(target: Target) -> Iterator[tuple[str, list[Path]]]:

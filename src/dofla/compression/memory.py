@@ -1,6 +1,5 @@
 """The memory that a calibration takes beyond a model's weights, estimated before it begins."""
 
-import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -13,9 +12,7 @@ from dofla.display import size
 from dofla.distillation.objective import POSITIONS_AT_A_TIME
 from dofla.errors import DoflaError, ran_out_of_memory
 from dofla.integration.offload import device_of
-from dofla.integration.room import available_memory
-
-logger = logging.getLogger(__name__)
+from dofla.integration.room import warn_if_short
 
 WAYS_OUT = (
     "give batch_size=1 and shorter windows (--set length=512), open the model with device_map='auto' and "
@@ -37,10 +34,9 @@ def calibration_memory(model: PreTrainedModel, tokens: int = FAR) -> int:
 
 def warn_of_memory(model: PreTrainedModel, tokens: int) -> None:
     """A warning if calibration, which reads so many tokens at once, takes more memory than is available."""
-    needed, available = calibration_memory(model, tokens), available_memory(device_of(model))
-    if available is not None and needed > available:
-        what = f"calibration takes about {size(needed)} beyond the weights, {size(available)} are available"
-        logger.warning("too little memory: %s: %s", what, WAYS_OUT)
+    needed = calibration_memory(model, tokens)
+    what = f"calibration takes about {size(needed)} beyond the weights"
+    warn_if_short(needed, device_of(model), what, WAYS_OUT)
 
 
 @contextmanager

@@ -215,9 +215,9 @@ def check(
         dtype = torch.float32 if slow else dtype
         found.seconds = calibration_seconds(operations, dtype, opened.device)
         found.memory = found.parameters * dtype.itemsize + calibration_memory(opened)
+        free = available_memory(opened.device)
         taken = opened.get_memory_footprint() if isinstance(model, nn.Module) else 0
-        if (free := available_memory(opened.device)) is not None:
-            found.available = free + taken
+        found.available = None if free is None else free + taken
     return found
 
 
