@@ -112,10 +112,8 @@ def test_every_pass_is_reported(tiny, tokenizer):
     found = dofla.calibrate(model, windows(tiny, 8), tokenizer=tokenizer, progress=lambda *x: seen.append(x))
     stages = [stage for stage, _, _ in seen]  # after each layer of each window, or after each window
     assert stages == 16 * ["directions"] + ["copies"] + 4 * ["head budgets"] + 2 * ["retrieval heads"]
-    done, (total,) = [x[1] for x in seen], {x[2] for x in seen}
-    assert done[0] > 0
-    assert done == sorted(set(done))
-    assert done[-1] == total
+    assert [0] < [x[1] for x in seen] == sorted({x[1] for x in seen})
+    assert {x[2] for x in seen} == {seen[-1][1]}
     assert not hasattr(model, "_dofla_softmax_implementation")
     together = dofla.calibrate(model, windows(tiny, 8), batch_size=8)
     assert "held_out" in found.made_by

@@ -1,5 +1,7 @@
 """What calibration needs beyond the weights: estimated, compared with what there is, and told of where it runs out."""
 
+import re
+
 import pytest
 import torch
 
@@ -11,11 +13,11 @@ from dofla.errors import DoflaError
 @pytest.mark.parametrize("part", [1, 0.9])
 def test_too_little_is_told_before_anything_is_read(tiny, part, monkeypatch, caplog):
     model, told = tiny.llama(), []
-    needed = calibration_memory(model, 256)
-    monkeypatch.setattr("dofla.integration.room.available_memory", lambda _: part * needed)
+    available = part * calibration_memory(model, 256)
+    monkeypatch.setattr("dofla.integration.room.available_memory", lambda _: available)
     dofla.calibrate(model, tiny.tokens(2, 96), progress=lambda *_: told.append(caplog.text))
-    assert ("too little memory: calibration takes about" in told[0]) == (part < 1)
-    assert ("are available: give batch_size=1 and shorter windows" in told[0]) == (part < 1)
+    said = re.search("too little memory: calibration takes about .* are available: give batch_size=1", told[0])
+    assert bool(said) == (part < 1)
 
 
 @pytest.mark.parametrize("words", ["CUDA out of memory", "DefaultCPUAllocator: can't allocate memory", "another fault"])
