@@ -39,3 +39,9 @@ def check_choice(what: str, value: str, known: Iterable[str]) -> None:
     """DoflaError listing what is ``known`` unless ``value`` is one of it."""
     if value not in known:
         raise DoflaError(f"unknown {what} {value!r}: choose one of {', '.join(known)}")
+
+
+def ran_out_of_memory(error: Exception) -> bool:
+    """True of the errors of Python and torch for too little memory, on a CPU or a GPU."""
+    words = f"{type(error).__name__}: {error}"
+    return any(x in words for x in ("MemoryError", "OutOfMemoryError", "can't allocate memory"))

@@ -148,7 +148,11 @@ def test_the_command_prints_a_row_of_each_memory(
     for _ in range(2):  # the second time all is measured
         modules[0].main("model", tmp_path / "run", ["size=100KiB,context=2048"], **options)
         printed = capsys.readouterr().out
-        for text in (modules[0].SOFTMAX, "dofla, size=100KiB,context=2048", "sample in place of its essays, contexts of each task: 1"):
+        for text in (
+            modules[0].SOFTMAX,
+            "dofla, size=100KiB,context=2048",
+            "sample in place of its essays, contexts of each task: 1",
+        ):
             assert text in printed
         monkeypatch.setattr(dofla, "compress", None)
     for text in ("size", "=3MiB"):

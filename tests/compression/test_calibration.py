@@ -6,11 +6,13 @@ import logging
 
 import pytest
 import torch
+from huggingface_hub import constants
 from safetensors import safe_open
 from safetensors.torch import save_file
 
 import dofla
 from dofla.compression.calibration import Calibration, _parts
+from dofla.compression.known import cache_folder
 from dofla.errors import DoflaError
 from dofla.integration.converted import Converted
 
@@ -133,3 +135,54 @@ def test_what_is_no_calibration_is_refused(tmp_path):
     save_file({"x": torch.zeros(1)}, tmp_path / "weights.safetensors")
     with pytest.raises(DoflaError, match="is no calibration of this version of dofla: calibrate again"):
         Calibration.load(tmp_path / "weights.safetensors")
+
+
+@pytest.fixture
+def interrupted(monkeypatch, tmp_path):
+    """A calibration that is interrupted once a share is read, and the folder of this user."""
+    monkeypatch.setattr(constants, "HF_HOME", tmp_path)
+
+    def calibrate(share, *given, **options):
+        def stop(stage, done, total):
+            if done > share * total:
+                raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            dofla.calibrate(*given, **options, progress=stop)
+        return cache_folder()
+
+    return calibrate
+
+
+@pytest.mark.parametrize("share", [0.7, 0.97])
+def test_an_interrupted_one_goes_on(tiny, tokenizer, interrupted, share, caplog):
+    model, windows, read, told = tiny.llama(vocab_size=2048), dofla.TokenWindows.of(tiny.tokens(14, 192)), [], []
+    options = {"tokenizer": tokenizer, "batch_size": 2}
+    before = model(windows.input_ids[:1]).logits
+    folder = interrupted(share, model, windows, **options)
+    (kept,) = folder.rglob("*.safetensors")
+    assert kept.parents[1].suffix == ".unfinished"
+    assert torch.equal(model(windows.input_ids[:1]).logits, before)
+    model.get_input_embeddings().register_forward_hook(lambda _, __, out: read.append(out.shape[:-1].numel()))
+    found = dofla.calibrate(model, windows, **options, progress=lambda *x: told.append(x[1:]))
+    assert "an interrupted calibration goes on" in caplog.text
+    assert not any(folder.iterdir())
+    less = sum(read)
+    assert same(found, dofla.calibrate(model, windows, **options))
+    total = sum(read) - less
+    assert less < (1.4 - share) * total
+    assert told[-1][0] == told[-1][1] == pytest.approx(total, rel=0.01)
+
+
+@pytest.mark.parametrize("change", ["windows", "options", "weights", "damage"])
+def test_another_one_begins_anew(tiny, windows, interrupted, change, caplog):
+    folder = interrupted(0.7, tiny.llama(), windows)
+    windows = dofla.TokenWindows.of(tiny.tokens(6, 96, seed=5)) if change == "windows" else windows
+    options = {"context": 128} if change == "options" else {}
+    model = tiny.llama(seed=int(change == "weights"))
+    if change == "damage":
+        next(folder.rglob("*.safetensors")).write_bytes(b"half")
+    found = dofla.calibrate(model, windows, **options)
+    assert "goes on" not in caplog.text
+    assert not any(folder.iterdir())
+    assert same(found, dofla.calibrate(model, windows, **options))

@@ -34,7 +34,7 @@ def test_a_model_is_calibrated_once(folder, monkeypatch, caplog):
     assert plan_of(folder) == first
     assert "in your cache is used" in caplog.text
     assert "head_budgets" not in plan_of(folder, head_budgets="even").made_by
-    with pytest.raises(DoflaError, match="head_budgets is 'odd': choose one of measured, even"):
+    with pytest.raises(DoflaError, match="unknown head_budgets 'odd': choose one of measured, even"):
         plan_of(folder, head_budgets="odd")
     assert plan_of(folder, retrieval_heads=1, context=64).made_by["retrieval_heads"]
     model = AutoModelForCausalLM.from_pretrained(folder, quantization_config=dofla.CacheConfig("9KB"))

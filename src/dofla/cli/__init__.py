@@ -20,7 +20,7 @@ from dofla.cli.reproduce import reproduce
 from dofla.cli.using import evaluate, generate, serve
 from dofla.cli.verb import VERBOSITY, Debug, Json, Quiet, Verb, Verbose, Verbosity
 from dofla.cli.verb import verb as as_verb
-from dofla.errors import DoflaError
+from dofla.errors import DoflaError, ran_out_of_memory
 
 app = typer.Typer(
     help="Give Hugging Face models a key-value cache of constant size.",
@@ -69,11 +69,7 @@ def main() -> None:
     except (DoflaError, OSError) as error:
         _fail(error, str(error), 2)
     except Exception as error:
-        if (
-            isinstance(error, MemoryError)
-            or type(error).__name__ == "OutOfMemoryError"
-            or "can't allocate memory" in str(error)
-        ):
+        if ran_out_of_memory(error):
             _fail(error, "not enough memory: give a smaller batch size or length, or a smaller model", 2)
         _fail(error, f"unexpected {type(error).__name__}: {error} (a fault of dofla's: --debug shows where)", 1)
 

@@ -63,12 +63,14 @@ def calibrate(
 ) -> dict[str, Any]:
     """Measure what compress needs to know of a model, for any size."""
     from dofla import calibrate as measure
+    from dofla.compression.known import unfinished
     from dofla.compression.retrieval import has_words
     from dofla.runs.check import target_of
     from dofla.runs.opening import open_original
 
     view = current_view()
-    target_of(model, settings.get("context"), settings.get("keep_softmax", ()))
+    if target := target_of(model, settings.get("context"), settings.get("keep_softmax", ())):
+        view.resumes = unfinished(target.fingerprint)
     opened, tokenizer = open_original(model, device=device, **opening)
     windows = calibration_windows(data, opened, tokenizer, text, settings)
     with view.progress("calibrate") as bar:
@@ -117,6 +119,7 @@ def compress(
     from dofla import Calibration
     from dofla import compress as make
     from dofla.compression.compress import check_fit, size_of
+    from dofla.compression.known import unfinished
     from dofla.integration.checkpoint import warn_of_local_base, write_adapter
     from dofla.integration.converted import Converted
     from dofla.integration.room import check_disk
@@ -134,6 +137,7 @@ def compress(
         names = "head_budgets", "retrieval_heads", "prefill", "bits"
         given = {name: settings[name] for name in names if name in settings}
         check_fit(target, size_of(target, size, ratio, not no_evict), measured, **given)
+        view.resumes = unfinished(target.fingerprint)
     with ExitStack() as stack:
         folders = {kind: stack.enter_context(new_folder(path)) for kind, path in kinds.items() if path is not None}
         compressed, tokenizer = open_original(model, device=device, **opening)

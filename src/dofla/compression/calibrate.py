@@ -2,26 +2,30 @@
 
 import logging
 import math
+import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import replace
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from functools import partial
-from itertools import count
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from dofla import __version__
 from dofla.compression.calibration import Calibration
-from dofla.compression.directions import measure_directions
+from dofla.compression.directions import Directions, measure_directions
 from dofla.compression.eviction_error import EvictionErrors, streams
 from dofla.compression.head_budgets import HeadBudgets, divide
+from dofla.compression.known import interrupted, keep, unfinished
+from dofla.compression.memory import warn_of_memory, ways_out
 from dofla.compression.plan import bytes_for, compressed_plan, even_bytes
 from dofla.compression.retrieval import has_words, needles_among, rank_heads
 from dofla.compression.target import Target, tokenizer_of
 from dofla.data import TokenWindows
 from dofla.display import Bar, reports_progress
 from dofla.distillation.objective import Objective
-from dofla.errors import DoflaError, check_numbers
+from dofla.errors import DoflaError, check_choice, check_numbers
 from dofla.integration.converted import Converted
 from dofla.integration.placement import calibration_context, placed_over
 from dofla.integration.reading import windows_for
@@ -30,6 +34,7 @@ from dofla.integration.surgery import convert, original, restore
 from dofla.integration.wrapped import unwraps_its_model
 from dofla.plans.plan import held_out_line
 from dofla.storage.defaults import with_torchs_defaults
+from dofla.storage.tensors import digest
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +51,20 @@ errors there beside those in the text."""
 
 Batch = dict[str, Tensor]
 Progress = Callable[[str, int, int], None]
+
+
+@dataclass
+class Work:
+    """Progress of a calibration, in tokens that the model reads in all stages."""
+
+    report: Progress
+    total: int
+    done: float = 0.0
+
+    def __call__(self, stage: str, tokens: float) -> None:
+        """Report so many tokens more."""
+        self.done = min(self.done + tokens, self.total)
+        self.report(stage, round(self.done), self.total)
 
 
 @unwraps_its_model
@@ -69,6 +88,9 @@ def calibrate(
     al. 2024, arXiv 2404.15574): those get the bytes. Every sixth batch is held out: budgets that follow from the others
     are compared with even ones on it; where these are better, even budgets are kept.
 
+    One that is interrupted leaves the model as it was; the next with the same text and options goes on from the last
+    stage that was finished.
+
     Args:
         model: as for :func:`dofla.compress`; it is compressed while measuring, and restored.
         windows: some thousand tokens of any text, best in windows of 2,048 or more: what heads attend to farther back
@@ -80,35 +102,22 @@ def calibrate(
         keep_softmax: layers to leave out.
         batch_size: windows per pass.
         progress: a bar by default, where there is a terminal or a notebook; False for none; or a function, which is
-            called with (stage, done, total) after each pass.
+            called with (stage, done, total) after each layer, in tokens that the model reads in all stages.
 
     Raises:
         DoflaError: as :func:`dofla.compress`; a model that predicts no tokens.
     """
     if tokenizer is None and not has_words(tokenizer := tokenizer_of(model, needed=False)):
         tokenizer = None
-    return measure(
-        model,
-        Target.of(model, context, keep_softmax),
-        windows,
-        head_budgets=head_budgets,
-        tokenizer=tokenizer,
-        batch_size=batch_size,
-        progress=progress,
-    )
+    target = Target.of(model, context, keep_softmax)
+    return measure(model, target, windows, head_budgets, tokenizer, batch_size, progress)
 
 
-def check_head_budgets(head_budgets: str) -> None:
-    """DoflaError unless it is one of :data:`HEAD_BUDGETS`."""
-    if head_budgets not in HEAD_BUDGETS:
-        raise DoflaError(f"head_budgets is {head_budgets!r}: choose one of {', '.join(HEAD_BUDGETS)}")
-
-
+@ways_out()
 def measure(
     model: PreTrainedModel,
     target: Target,
     windows: TokenWindows | Tensor | Mapping[str, Tensor],
-    *,
     head_budgets: str,
     tokenizer: PreTrainedTokenizerBase | None,
     batch_size: int,
@@ -119,44 +128,71 @@ def measure(
     check_numbers(batch_size=batch_size)
     if not isinstance(text := windows_for(model, windows), TokenWindows):
         raise DoflaError("images leave no tokens in a cache: linearize their model instead")
-    check_head_budgets(head_budgets)
+    check_choice("head_budgets", head_budgets, HEAD_BUDGETS)
     needles = None if tokenizer is None else needles_among(text, tokenizer, target.length)
     within, layers = calibration_context(model, text, target.context), [site.name for site in target.compressed]
-    batches = list(placed_over(text, batch_size, within))
-    measured, errors, read = head_budgets == "measured", EvictionErrors(), 0
-    held_out = range(len(batches))[HELD_OUT]
+    batches, measured = list(placed_over(text, batch_size, within)), head_budgets == "measured"
+    others = batches[HELD_OUT] if measured else []
+    short = [{name: x[:, :HELD_OUT_TOKENS] for name, x in batch.items()} for batch in others]
+    twice = _repeated(text, target.length)
+    first = sum(map(_tokens, batches)) + measured * _tokens(twice)
+    compared, documents = 4 * sum(map(_tokens, short)), 0 if needles is None else needles.documents.tokens
+    work = Work(report, first + compared + documents)
+    warn_of_memory(model, max(*map(_tokens, batches), _tokens(twice), documents))
+    data = (x for batch in batches for x in batch.values())
+    key = digest(data, __version__, target.name, target.weights, model.dtype, layers, head_budgets)
+    folder = unfinished(target.fingerprint) / key
+
+    if (made := interrupted(folder)) is None:
+        found, costs = _read(model, layers, batches, work, twice if measured else None)
+        made_by = {"source": text.source, "tokens": text.tokens, "context": within}
+        of = target.name, target.fingerprint, target.weights
+        made = Calibration(found, {}, costs, (), (), *of, made_by)
+        with suppress(DoflaError, OSError):  # where nothing can be written, nothing is kept
+            keep(made, folder)
+    work.done = first
+    if measured and not made.shares:
+        made = _compared(made, model, target, short, work)
+        with suppress(DoflaError, OSError):
+            keep(made, folder)
+    work.done = first + compared
+    if needles is not None:
+        ranked = partial(work, "retrieval heads", documents / len(needles.documents) / len(layers))
+        heads = rank_heads(model, layers, needles, ranked)
+        made = replace(made, retrieval=[*heads], attention=[*heads.values()])
+    shutil.rmtree(folder.parent, ignore_errors=True)
+    return made
+
+
+def _read(
+    model: PreTrainedModel, layers: Sequence[str], batches: Sequence[Batch], work: Work, twice: Batch | None
+) -> tuple[dict[str, Directions], dict[str, list[float]]]:
+    """Directions, and costs of eviction by the batches that are not held out and by text that stands there ``twice``;
+    no costs without that."""
+    errors, copied, read, held_out = EvictionErrors(), EvictionErrors(), 0, range(len(batches))[HELD_OUT]
 
     def next_batch() -> Iterator[Batch]:
         nonlocal read
-        for read, batch in enumerate(batches):
+        for n, batch in enumerate(batches):
+            read = n
             yield batch
-            report("directions", read + 1, len(batches))
 
     def look(call: AttentionCall) -> None:
-        if measured and read not in held_out:
+        if twice is not None and read not in held_out:
             errors(call)
+        work("directions", _tokens(batches[read]) / len(layers))
 
     with streams(model, layers) as around:
         directions = measure_directions(model, next_batch(), layers, look)
-    made_by = {"source": text.source, "tokens": text.tokens, "context": within}
-    found = Calibration(
-        directions, model=target.name, fingerprint=target.fingerprint, weights=target.weights, made_by=made_by
-    )
-    if measured:
-        others = [batches[n] for n in held_out]
-        copied = EvictionErrors()
-        with recording(model, layers, copied), torch.no_grad():
-            run_body(model, _repeated(text, target.length))
-        rows = len(text) - sum(len(batch["input_ids"]) for batch in others)
-        for name in layers:
-            errors.errors[name] += COPY_WEIGHT * rows * copied.errors[name]
-        costs = {x: errors.cost(x, directions[x].weighing(model), around[x]) for x in layers}
-        short = [{name: x[:, :HELD_OUT_TOKENS] for name, x in batch.items()} for batch in others]
-        found = _compared(replace(found, costs=costs), model, target, short, report)
-    if needles is not None:
-        heads = rank_heads(model, layers, needles, partial(report, "retrieval heads"))
-        found = replace(found, retrieval=[*heads], attention=[*heads.values()])
-    return found
+    if twice is None:
+        return directions, {}
+    with recording(model, layers, copied), torch.no_grad():
+        run_body(model, twice)
+    work("copies", _tokens(twice))
+    rows = sum(len(batch["input_ids"]) for n, batch in enumerate(batches) if n not in held_out)
+    for name in layers:
+        errors.errors[name] += COPY_WEIGHT * rows * copied.errors[name]
+    return directions, {x: errors.cost(x, directions[x].weighing(model), around[x]) for x in layers}
 
 
 def _repeated(windows: TokenWindows, positions: int | None) -> Batch:
@@ -166,8 +202,12 @@ def _repeated(windows: TokenWindows, positions: int | None) -> Batch:
     return {"input_ids": ids[: min(COPY_DISTANCE, (positions or 2 * COPY_DISTANCE) // 2)].repeat(1, 2)}
 
 
+def _tokens(batch: Batch) -> int:
+    return batch["input_ids"].numel()
+
+
 def _compared(
-    found: Calibration, model: PreTrainedModel, target: Target, others: Sequence[Batch], report: Progress
+    found: Calibration, model: PreTrainedModel, target: Target, others: Sequence[Batch], work: Work
 ) -> Calibration:
     """The calibration with head budgets by its costs, or with even ones where those are better on other batches."""
     sites, length = target.compressed, others[0]["input_ids"].shape[1] if others else 0
@@ -175,7 +215,7 @@ def _compared(
     size = sum(x.kv_heads * bytes_for(tokens, x.head_dim, x.value_dim) for x in sites)
     shares = divide(even_bytes(sites, size), found.costs)
     even = {name: [1.0] * len(own) for name, own in shares.items()}
-    made_by, done = dict(found.made_by), count(1)
+    made_by = dict(found.made_by)
 
     def loss(shares: Mapping[str, Sequence[float]]) -> float:
         """KL to the original in nats per token."""
@@ -189,7 +229,7 @@ def _compared(
                 for batch in others:
                     inputs = {name: data.to(model.device) for name, data in batch.items()}
                     total += objective(inputs, tokens, rows).item()
-                    report("head budgets", next(done), 2 * len(others))
+                    work("head budgets", 2 * _tokens(batch))
         finally:
             restore(model)
         return total

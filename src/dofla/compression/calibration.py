@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 SAME = 0.02
 """Relative difference of a few weights up to which models count as the same: eight bits change less, and fine-tuning of
 all weights more."""
-_FORMAT = "2"
+_FORMAT = "3"
 _SIDES, _MEANS = ("queries", "keys", "values"), ("key_mean", "value_mean")
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from dofla.compression.calibrate import check_head_budgets, measure
+from dofla.compression.calibrate import HEAD_BUDGETS, measure
 from dofla.compression.calibration import Calibration
 from dofla.compression.directions import default_cut
 from dofla.compression.head_budgets import LEAST, HeadBudgets
@@ -18,7 +18,7 @@ from dofla.compression.retrieval import AUTO, by_layer, check_retrieval_heads, h
 from dofla.compression.target import Target, tokenizer_of
 from dofla.data import TokenWindows
 from dofla.display import Bar, reports_progress
-from dofla.errors import DoflaError
+from dofla.errors import DoflaError, check_choice
 from dofla.integration.converted import Converted
 from dofla.integration.self_samples import token_windows
 from dofla.integration.surgery import convert, restore, tried
@@ -88,7 +88,7 @@ def compress(
             token, as decoding and :func:`dofla.evaluate` go on. ``auto``: exact on a GPU, where it is faster, else
             sequential.
         progress: a bar by default, where there is a terminal or a notebook; False for none; or a function, which is
-            called with (stage, done, total) after each pass.
+            called with (stage, done, total) as by :func:`dofla.calibrate`.
 
     Returns:
         ``model`` itself. :func:`dofla.restore` undoes it.
@@ -116,16 +116,10 @@ def compress(
         if windows is None:
             assert tokenizer is not None
             windows = default_windows(tokenizer, target.length)
+        budgets = "measured" if by_default else head_budgets
         ranked = has_words(tokenizer) if retrieval_heads == AUTO or by_default else retrieval_heads
-        calibration = measure(
-            model,
-            target,
-            windows,
-            head_budgets="measured" if by_default else head_budgets,
-            tokenizer=tokenizer if ranked else None,
-            batch_size=batch_size,
-            progress=progress,
-        )
+        ranking = tokenizer if ranked else None
+        calibration = measure(model, target, windows, budgets, ranking, batch_size, progress)
         if by_default and context is None and not keep_softmax:
             logger.info("the calibration is kept in %s", keep(calibration))
     else:
@@ -185,7 +179,7 @@ def check_fit(
     """DoflaError for a size that is too small, whatever the head budgets turn out to be; or retrieval heads that will
     not be found or have no room."""
     check_prefill(prefill)
-    check_head_budgets(head_budgets)
+    check_choice("head_budgets", head_budgets, HEAD_BUDGETS)
     sites = target.compressed
     heads = [(site.name, head) for site in sites for head in range(site.kv_heads)]
     ranked = calibration is not None and bool(calibration.retrieval)

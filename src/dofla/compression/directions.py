@@ -19,14 +19,15 @@ from dofla.integration.recorder import AttentionCall, recording, run_body
 
 WINDOWS, LENGTH = 3, 2048
 """Default windows to calibrate on, and tokens of each: so long that what heads attend to far back is in them."""
-LEVELS = 2**15 - 1
+LEVELS = 2**7 - 1
 
 
 class Symmetric(NamedTuple):
-    """Covariances, or second moments, in half of the numbers and of 16 bits: a calibration is a small file."""
+    """Covariances, or second moments, in half of the numbers and of 8 bits: a calibration is a small file, and loses
+    nothing by it (``docs/research/cache.md``)."""
 
     root: Tensor  # of the diagonal [H, d], float32
-    above: Tensor  # what is above it, over the roots of row and column, in parts of LEVELS [H, d (d - 1) / 2], int16
+    above: Tensor  # what is above it, over the roots of row and column, in parts of LEVELS [H, d (d - 1) / 2], int8
 
     @classmethod
     def of(cls, matrices: Tensor) -> Symmetric:
@@ -35,7 +36,7 @@ class Symmetric(NamedTuple):
         correlation = matrices / (root.unsqueeze(-1) * root.unsqueeze(-2)).clamp_min(1e-300)
         row, column = torch.triu_indices(root.shape[1], root.shape[1], offset=1)
         above = (LEVELS * correlation[:, row, column]).round().clamp(-LEVELS, LEVELS)
-        return cls(root.float(), above.to(torch.int16))
+        return cls(root.float(), above.to(torch.int8))
 
     @property
     def whole(self) -> Tensor:

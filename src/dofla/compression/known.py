@@ -4,6 +4,7 @@ import logging
 import os
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from huggingface_hub import constants
@@ -52,6 +53,21 @@ def keep(calibration: Calibration, folder: Path | None = None) -> Path:
 def cache_folder() -> Path:
     """The folder of this user's calibrations."""
     return Path(constants.HF_HOME) / "dofla" / "calibrations"
+
+
+def unfinished(fingerprint: str) -> Path:
+    """The folder of what interrupted calibrations of a model with these attention modules have measured."""
+    return cache_folder() / f"{fingerprint}.unfinished"
+
+
+def interrupted(folder: Path) -> Calibration | None:
+    """The calibration that a folder in there holds, as far as it came; None if there is none."""
+    with suppress(DoflaError):  # damaged
+        for path in folder.glob("*.safetensors"):
+            found = Calibration.load(path)
+            logger.warning("an interrupted calibration goes on (%s)", path)
+            return found
+    return None
 
 
 def _places(target: Target) -> Iterator[tuple[str, list[Path]]]:

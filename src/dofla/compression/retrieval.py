@@ -40,11 +40,11 @@ def has_words(tokenizer: PreTrainedTokenizerBase | None) -> bool:
 
 @torch.no_grad()
 def rank_heads(
-    model: PreTrainedModel, layers: Sequence[str], needles: Facts, report: Callable[[int, int], None]
+    model: PreTrainedModel, layers: Sequence[str], needles: Facts, report: Callable[[], None]
 ) -> dict[Head, float]:
     """All KV heads of these layers, those first of which a query head attends most to the needles that are asked for,
-    with that: the mean over the tokens that ask of the attention to the needle's tokens. ``report`` is called with
-    (done, total) documents."""
+    with that: the mean over the tokens that ask of the attention to the needle's tokens. ``report`` is called after
+    each layer of each document."""
     found: dict[Head, float] = {}
     told = needles.told[0]
 
@@ -59,12 +59,12 @@ def rank_heads(
         best = (attention / needles.asked).view(heads, -1).amax(1).tolist()
         for head, mean in enumerate(best):
             found[call.name, head] = found.get((call.name, head), 0.0) + mean
+        report()
 
     with recording(model, layers, look):
         for done, batch in enumerate(placed_over(needles.documents, 1, None), 1):
             told = needles.told[done - 1]
             run_body(model, batch)
-            report(done, len(needles.documents))
     return {head: found[head] / done for head in sorted(found, key=lambda head: (-found[head], head))}
 
 

@@ -1,6 +1,5 @@
 """The state of a distillation on disk: one file, replaced whole, from which a run goes on as if never stopped."""
 
-import hashlib
 import json
 import logging
 import time
@@ -17,7 +16,7 @@ from dofla.distillation.distributed import gather, make_alike
 from dofla.errors import DoflaError
 from dofla.storage.files import cannot_write, write_json
 from dofla.storage.rank import is_main_process
-from dofla.storage.tensors import read_tensors, write_tensors
+from dofla.storage.tensors import digest, read_tensors, write_tensors
 
 STATE, CURVES = "distill.safetensors", "losses.json"
 logger = logging.getLogger(__name__)
@@ -60,10 +59,8 @@ class Checkpoint:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise cannot_write(self.folder, error.errno) from error
-        digest = hashlib.blake2b(digest_size=8)
-        for data in windows.batch(range(len(windows))).values():
-            digest.update(data.cpu().contiguous().view(torch.uint8).numpy().data)
-        self.settings = settings | {"windows": len(windows), "data": digest.hexdigest()}
+        data = digest(windows.batch(range(len(windows))).values())
+        self.settings = settings | {"windows": len(windows), "data": data}
 
     @property
     def seconds(self) -> float:

@@ -13,6 +13,7 @@ from torch import nn
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from dofla.compression.memory import WAYS_OUT, calibration_memory
 from dofla.compression.plan import compressed_plan
 from dofla.compression.size import parse_size
 from dofla.compression.target import Target
@@ -25,6 +26,7 @@ from dofla.integration.packages import packaged_path
 from dofla.integration.positions import positions_of
 from dofla.integration.precision import is_slow
 from dofla.integration.reading import check_readable
+from dofla.integration.room import available_memory
 from dofla.integration.sites import AttentionSite, a_few_tokens, check_kept
 from dofla.integration.weightless import StandInProducts, without_weights
 from dofla.integration.wrapped import unwrapped
@@ -84,6 +86,8 @@ class Check(Result):
             compressed.
         positions: of the model, if it says.
         seconds: of calibration on this machine, an estimate; None if nothing would be calibrated.
+        memory: bytes of weights and calibration together, an estimate.
+        available: bytes that there are for them on this machine, if it says.
     """
 
     model: str
@@ -94,6 +98,8 @@ class Check(Result):
     cache: list[CacheSize] = field(default_factory=list, repr=False)
     positions: int | None = None
     seconds: float | None = None
+    memory: int | None = None
+    available: int | None = None
 
     def parts(self) -> Iterator[Part]:
         """The verdict, layers grouped by what they become, and bytes by length and size."""
@@ -106,9 +112,11 @@ class Check(Result):
         if self.cache:
             yield ""
             yield from self._cache()
-        if self.seconds is not None:
+        if self.seconds is not None and self.memory is not None:
             yield ""
-            yield f"calibration: about {_duration(self.seconds)} on this machine (an estimate)"
+            yield f"calibration: about {_duration(self.seconds)} and {size(self.memory)} on this machine (estimates)"
+            if self.available is not None and self.memory > self.available:
+                yield f"too little memory, {size(self.available)} are available: {WAYS_OUT}"
 
     def _layers(self) -> Iterator[Part]:
         groups: dict[tuple, int] = {}
@@ -212,7 +220,12 @@ def check(
         dtype = opened.dtype if isinstance(model, nn.Module) else opened.config.dtype
         dtype = dtype if isinstance(dtype, torch.dtype) else torch.float32
         slow = opened.device.type == "cpu" and is_slow(dtype)
-        found.seconds = calibration_seconds(operations, torch.float32 if slow else dtype, opened.device)
+        dtype = torch.float32 if slow else dtype
+        found.seconds = calibration_seconds(operations, dtype, opened.device)
+        found.memory = found.parameters * dtype.itemsize + calibration_memory(opened)
+        free = available_memory(opened.device)
+        taken = opened.get_memory_footprint() if isinstance(model, nn.Module) else 0
+        found.available = None if free is None else free + taken
     return found
 
 

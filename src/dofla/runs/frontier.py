@@ -261,15 +261,8 @@ def frontier(
     per_token = sum(x.kv_heads * (x.head_dim + x.value_dim) for x in sites) * bfloat16.itemsize
     given = [n * per_token for n in CACHED] if sizes is None else [target_model.size(x, None) for x in sizes]
     order = _with_room(target_model, sorted(set(given)), retrieval_heads)
-    calibration = measure(
-        model,
-        target_model,
-        windows,
-        head_budgets="measured",
-        tokenizer=tokenizer if retrieval_heads else None,
-        batch_size=batch_size,
-        progress=progress,
-    )
+    ranking = tokenizer if retrieval_heads else None
+    calibration = measure(model, target_model, windows, "measured", ranking, batch_size, progress)
     wanted = {"context": context, "retrieval_heads": retrieval_heads or None}
     made_from = {**calibration.made_by, **{name: number for name, number in wanted.items() if number is not None}}
     sources = {text: own[0].source for text, own in texts.items()}

@@ -1,7 +1,8 @@
 """safetensors files that are whole or not there."""
 
+import hashlib
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import torch
@@ -39,3 +40,11 @@ def read_tensors(
         if tensor.is_floating_point() and not torch.isfinite(tensor).all():
             raise DoflaError(f"{path} is damaged ({name} holds NaN or infinity): {way_out}")
     return tensors, metadata
+
+
+def digest(tensors: Iterable[Tensor], *options: object) -> str:
+    """A digest of what tensors hold, and of plain options, in hexadecimal digits."""
+    found = hashlib.blake2b(repr(options).encode(), digest_size=8)
+    for tensor in tensors:
+        found.update(tensor.cpu().contiguous().view(torch.uint8).numpy().data)
+    return found.hexdigest()
