@@ -44,8 +44,9 @@ def compressed_in(folder, model, tokenizer, **options):
 
 @pytest.fixture(scope="session", autouse=True)
 def compressed(tmp_path_factory):
-    """Head budgets differ, so that states of layers do."""
-    return saved(tmp_path_factory.mktemp("compressed"), size="128KiB", context=512, uneven=True)
+    """Head budgets differ, so that states of layers do, and some heads hold every token."""
+    options = {"size": "128KiB", "context": 512, "retrieval_heads": 3}
+    return saved(tmp_path_factory.mktemp("compressed"), uneven=True, **options)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -63,7 +63,7 @@ def test_a_request_has_one_page_a_layer_and_gives_it_back(llm, prompts):
 
 def test_pages_are_as_large_as_the_states_of_their_layers(llm, compressed):
     layers = compressed[0].config.quantization_config.plan.layers
-    sizes = {layer.name: state_bytes(layer) for layer in layers}
+    sizes = {layer.name: state_bytes(layer, llm.llm_engine.model_config.max_model_len) for layer in layers}
     assert len(set(sizes.values())) > 1
     config = llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_config
     assert len(config.kv_cache_groups) == 1

@@ -10,8 +10,8 @@ from vllm.utils.torch_utils import direct_register_custom_op
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 from vllm.v1.kv_cache_interface import KVCacheSpec
 
-from dofla.attention import Layout
 from dofla.attention.coding.coder import check_coders
+from dofla.attention.layout import Layouts
 from dofla.layers import layer_of, read_pages
 from dofla.plans.layers import CompressedLayer
 from dofla.vllm import BACKEND
@@ -27,6 +27,7 @@ class CompressedAttention(nn.Module, MambaBase):
         scaling: of the scores.
         exact_prefill: whether several tokens at once attend exactly to one another.
         name: of the module, by which vLLM knows it.
+        length: tokens of a request that a page has room for, in heads that hold every one.
         context: vLLM's table of such modules, where it enters itself.
     """
 
@@ -37,13 +38,15 @@ class CompressedAttention(nn.Module, MambaBase):
         scaling: float,
         exact_prefill: bool,
         name: str,
+        length: int,
         context: dict[str, nn.Module],
     ) -> None:
         super().__init__()
         self.layer = layer_of(layer).requires_grad_(False)
         compressed = self.layer.compressed
         assert compressed is not None
-        self.bytes, self._before = compressed.layout.bytes, compressed.layout.empty(1, torch.device("cpu")).rows
+        layout = compressed.layouts.with_room(length)
+        self.bytes, self._before = layout.bytes, layout.empty(1, torch.device("cpu")).rows
         self.heads, self.kv_heads, self.scaling, self.exact_prefill = heads, layer.kv_heads, scaling, exact_prefill
         self.prefix = name
         context[name] = self
@@ -110,9 +113,9 @@ class CompressedAttention(nn.Module, MambaBase):
         out[:rows] = found[0].transpose(0, 1).flatten(1)
 
 
-def state_bytes(layer: CompressedLayer) -> int:
-    """Bytes of a layer's state."""
-    return Layout(layer.sizes, layer.head_dim, layer.value_dim, layer.bits).bytes
+def state_bytes(layer: CompressedLayer, length: int) -> int:
+    """Bytes of a layer's state, with room for so many tokens."""
+    return Layouts(layer.sizes, layer.head_dim, layer.value_dim, layer.bits).with_room(length).bytes
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, out: Tensor, layer_name: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 
 import torch
@@ -11,11 +12,14 @@ from vllm.model_executor.models.transformers import TransformersForCausalLM
 from vllm.model_executor.models.transformers.base import VLLM_ATTN_ATTR
 from vllm.model_executor.models.utils import WeightsMapper
 
+from dofla.display import size
 from dofla.errors import DoflaError
 from dofla.plans.layers import CompressedLayer
 from dofla.plans.plan import Plan
 from dofla.vllm.checkpoint import DoflaConfig
 from dofla.vllm.layer import CompressedAttention, state_bytes
+
+logger = logging.getLogger(__name__)
 
 
 class _Compressed(TransformersForCausalLM, HasInnerState):
@@ -28,7 +32,13 @@ class _Compressed(TransformersForCausalLM, HasInnerState):
         self._check(plan)
         super()._create_attention_instances(prefix)
         exact = plan.prefill == "exact" or (plan.prefill == "auto" and self.device_config.device.type == "cuda")
-        compressed, made = plan.compressed, []
+        compressed, made, length = plan.compressed, [], self.model_config.max_model_len
+        if plan.growing:
+            logger.warning(
+                "%d KV heads hold every token: the cache of a request has room for %d tokens (--max-model-len) and "
+                "takes %s; with fewer, more requests fit",
+                *(plan.growing, length, size(sum(state_bytes(layer, length) for layer in compressed))),
+            )
         for name, fuser in self.attention_fusers.values():
             if (layer := _layer_of(compressed, name)) is None:
                 continue
@@ -37,7 +47,7 @@ class _Compressed(TransformersForCausalLM, HasInnerState):
             del context[getattr(module, VLLM_ATTN_ATTR).layer_name]
             scaling = fuser.scale(module) or layer.head_dim**-0.5
             heads = self.text_config.num_attention_heads
-            made.append(CompressedAttention(layer, heads, scaling, exact, own, context))
+            made.append(CompressedAttention(layer, heads, scaling, exact, own, length, context))
             setattr(module, VLLM_ATTN_ATTR, made[-1])
         if len(made) < len(compressed):
             raise DoflaError(
@@ -84,7 +94,8 @@ class DoflaHybridForCausalLM(_Compressed, IsHybrid):
     def get_mamba_state_shape_from_config(cls, vllm_config: VllmConfig) -> tuple[tuple[int, ...], ...]:
         """The state of the largest layer, after which vLLM sizes the pages of all."""
         assert isinstance(vllm_config.quant_config, DoflaConfig)
-        return ((max(map(state_bytes, vllm_config.quant_config.plan.compressed)),),)
+        length = vllm_config.model_config.max_model_len
+        return ((max(state_bytes(layer, length) for layer in vllm_config.quant_config.plan.compressed),),)
 
     @classmethod
     def get_mamba_state_dtype_from_config(cls, vllm_config: VllmConfig) -> tuple[torch.dtype, ...]:
