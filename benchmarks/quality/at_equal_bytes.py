@@ -122,7 +122,7 @@ def _measures(bench: Bench, spec: StudentSpec) -> tuple[list[dict[str, Any]], ..
                     found[name] = next_token_figures(model, bench.students.opened.validation.take(4))
         return found
 
-    return bench.evaluations(spec, seeds), [bench.of_student(spec, seed, "texts", texts) for seed in seeds]
+    return bench.evaluations(spec, seeds), [bench.of(spec, seed, "texts", texts) for seed in seeds]
 
 
 def _windows(bench: Bench, name: str) -> TokenWindows:

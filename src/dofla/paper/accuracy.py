@@ -131,7 +131,7 @@ def _scores(bench: Bench, spec: StudentSpec | None = None, seed: int = 0) -> lis
         tokenizer, size = bench.students.opened.tokenizer, bench.study.tasks.batch_size
         return {"tasks": [asdict(scores) for scores in score(model, tokenizer, bench.tasks, batch_size=size)]}
 
-    record = bench.of_student(spec, seed, "tasks", measure) if spec else bench.of_teacher("tasks", measure)
+    record = bench.of(spec, seed, "tasks", measure)
     return [build(TaskScores, scores, "a record of scores") for scores in record["tasks"]]
 
 
@@ -150,9 +150,7 @@ def _finetune(bench: Bench, spec: StudentSpec | None, seed: int, name: str) -> d
     def measure(model: PreTrainedModel) -> dict[str, Any]:
         return _learned(bench, copy.deepcopy(model), seed, name, who)  # a copy, for it changes the weights
 
-    if spec is None:
-        return bench.of_teacher(f"finetuned-{name}-seed{seed}", measure)
-    return bench.of_student(spec, seed, f"finetuned-{name}", measure)
+    return bench.of(spec, seed, f"finetuned-{name}{'' if spec else f'-seed{seed}'}", measure)
 
 
 def _learned(bench: Bench, model: PreTrainedModel, seed: int, name: str, who: str) -> dict[str, Any]:

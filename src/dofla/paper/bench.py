@@ -104,20 +104,18 @@ class Bench:
         self.spent[str(path)] = record["seconds"]
         return record
 
-    def of_student(
-        self, spec: StudentSpec, seed: int, what: str, measure: Callable[[PreTrainedModel], dict[str, Any]]
+    def of(
+        self, spec: StudentSpec | None, seed: int, what: str, measure: Callable[[PreTrainedModel], dict[str, Any]]
     ) -> dict[str, Any]:
-        """A measure of a student, which is made first if need be."""
+        """A measure of a student, which is made first if need be; without one, of the model as it came."""
+        if spec is None:
+            return self.measured(self.folder / "teacher" / f"{what}.json", lambda: measure(self.students.opened.model))
         path = self.students.home(spec, seed) / f"{what}.json"
         if not path.exists():
             with self.students.made(spec, seed) as model, self.view.progress(f"{what} {spec.name}, seed {seed}"):
                 self.measured(path, lambda: measure(model))
         self.spent[f"{path.parent}/training"] = self.students.seconds(spec, seed)
         return self.measured(path, dict)
-
-    def of_teacher(self, what: str, measure: Callable[[PreTrainedModel], dict[str, Any]]) -> dict[str, Any]:
-        """A measure of the model as it came."""
-        return self.measured(self.folder / "teacher" / f"{what}.json", lambda: measure(self.students.opened.model))
 
     def evaluations(self, spec: StudentSpec) -> list[dict[str, Any]]:
         """The figures of :func:`dofla.evaluate`, per seed."""
@@ -126,7 +124,7 @@ class Bench:
         def measure(model: PreTrainedModel, seed: int) -> dict[str, Any]:
             return evaluate(model, windows, **options, seed=seed, progress=True).to_dict()
 
-        return [self.of_student(spec, seed, "evaluation", partial(measure, seed=seed)) for seed in self.study.seeds]
+        return [self.of(spec, seed, "evaluation", partial(measure, seed=seed)) for seed in self.study.seeds]
 
     def profiled(self) -> None:
         """See that there is a profile, and count its seconds."""

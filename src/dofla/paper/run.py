@@ -52,28 +52,22 @@ def reproduce(
     unknown = [name for name in tables if name not in (*TABLES, "all")]
     if unknown:
         raise DoflaError(f"unknown table {unknown[0]!r}: choose from {', '.join(TABLES)}, or all")
+    made, view = list[Table](), view or View(quiet=True)
     with locked(folder):
-        return _make(study, tables, Path(folder), command, notes, view or View(quiet=True))
-
-
-def _make(
-    study: Study, tables: Sequence[str], folder: Path, command: str, notes: Sequence[str], view: View
-) -> list[Table]:
-    bench = Bench(study, folder, view)
-    chosen = [name for name in TABLES if name in tables or "all" in tables]
-    if not bench.is_language_model:
-        if asked := [name for name in tables if name in _LANGUAGE_ONLY]:
-            raise DoflaError(f"table {asked[0]} asks for next tokens, and {study.model} predicts none")
-        chosen = [name for name in chosen if name not in _LANGUAGE_ONLY]
-    made = []
-    for name in chosen:
-        bench.begin()
-        table = TABLES[name](bench)
-        table.key, table.seconds, table.command = name, bench.seconds, command.format(table=name)
-        table.notes += notes
-        _write(folder / "tables", f"table-{name}" if name.isdecimal() else name, table)
-        show(view, table)
-        made.append(table)
+        bench = Bench(study, folder, view)
+        chosen = [name for name in TABLES if name in tables or "all" in tables]
+        if not bench.is_language_model:
+            if asked := [name for name in tables if name in _LANGUAGE_ONLY]:
+                raise DoflaError(f"table {asked[0]} asks for next tokens, and {study.model} predicts none")
+            chosen = [name for name in chosen if name not in _LANGUAGE_ONLY]
+        for name in chosen:
+            bench.begin()
+            table = TABLES[name](bench)
+            table.key, table.seconds, table.command = name, bench.seconds, command.format(table=name)
+            table.notes += notes
+            _write(Path(folder) / "tables", f"table-{name}" if name.isdecimal() else name, table)
+            show(view, table)
+            made.append(table)
     return made
 
 

@@ -35,23 +35,20 @@ def run(recipe: Recipe, folder: str | Path, view: View | None = None) -> dict[st
     Raises:
         DoflaError: bad input of any kind, or a folder that holds something else or that another process works in.
     """
+    folder, view = Path(folder), view or View(quiet=True)
     with locked(folder):
         claim(folder, RECIPE, recipe.to_dict())
-        return _run(recipe, Path(folder), view or View(quiet=True))
-
-
-def _run(recipe: Recipe, folder: Path, view: View) -> dict[str, Any]:
-    models, rows = _models(recipe, folder, view), list[dict[str, Any]]()
-    names, first = [spec.name for spec in recipe.models], recipe.seeds[0]
-    for spec in recipe.models:
-        runs = [_evaluated(models, spec, seed, len(names) == 1 and seed == first) for seed in recipe.seeds]
-        rows.append({"name": spec.name, "runs": runs, **_summary(runs)})
-        if len(names) == 1:
-            view.show("", *Evaluation.from_dict(runs[0]).parts())
-        else:
-            view.show(*model_row(rows[-1], names, recipe.seeds))
-    results = {"model": recipe.model, "seeds": recipe.seeds, "models": rows}
-    write_json(folder / RESULTS, results)
+        models, rows = _models(recipe, folder, view), list[dict[str, Any]]()
+        names, first = [spec.name for spec in recipe.models], recipe.seeds[0]
+        for spec in recipe.models:
+            runs = [_evaluated(models, spec, seed, len(names) == 1 and seed == first) for seed in recipe.seeds]
+            rows.append({"name": spec.name, "runs": runs, **_summary(runs)})
+            if len(names) == 1:
+                view.show("", *Evaluation.from_dict(runs[0]).parts())
+            else:
+                view.show(*model_row(rows[-1], names, recipe.seeds))
+        results = {"model": recipe.model, "seeds": recipe.seeds, "models": rows}
+        write_json(folder / RESULTS, results)
     view.show(*closing(results))
     return results
 
