@@ -35,7 +35,9 @@ class Compiled(Backend):
     ) -> tuple[Tensor, CompressedState] | None:
         if call.query.shape[-2] == 0:
             return None
-        rows = state.rows if call.in_place else state.rows.clone()
+        rows = state.rows
+        if not call.in_place or (rows.is_inference() and not torch.is_inference_mode_enabled()):
+            rows = rows.clone()
         # As `.default`, which torch finds sooner.
         out = torch.ops.dofla.read_compressed.default(
             *call.vectors, call.log_weight, rows, *_of_layer(heads, call, rows)
