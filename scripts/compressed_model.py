@@ -41,7 +41,9 @@ def main(
     dtype: Annotated[str, typer.Option(help="To compute in; the card is of a model in bfloat16.")] = "bfloat16",
 ) -> None:
     opened, tokenizer = load_model(model, dtype=getattr(torch, dtype)), AutoTokenizer.from_pretrained(model)
-    compressed = dofla.compress(opened, dofla.token_windows(calibrate, tokenizer, length=512, windows=12), size)
+    compressed = dofla.compress(
+        opened, dofla.token_windows(calibrate, tokenizer, length=512, windows=12), size, retrieval_heads=0
+    )
     texts = " ".join([f"--calibrate {calibrate.name}", *(f"--text {path.name}" for path in text)])
     command = f"python scripts/compressed_model.py models/smollm2-135m --size {size} --dtype {dtype} --out NEW {texts}"
     dofla.note(compressed, base_model=BASE, license="apache-2.0")

@@ -85,11 +85,13 @@ def students(
 ) -> dict[str, Make]:
     """Name → what makes of a model one of constant memory."""
     made = {
-        OURS: lambda model: dofla.compress(model, known, size, context=context),
+        OURS: lambda model: dofla.compress(model, known, size, context=context, retrieval_heads=0),
         "window and sinks, 8 bits": lambda model: window_alone(size, None)(model, known),
     }
     if own is not None:
-        made["dofla.compress, own samples"] = lambda model: dofla.compress(model, own, size, context=context)
+        made["dofla.compress, own samples"] = lambda model: dofla.compress(
+            model, own, size, context=context, retrieval_heads=0
+        )
     return made
 
 

@@ -60,7 +60,7 @@ def main(
             found.save(path := Path(folder) / "calibration.safetensors")
             figures = [f"{seconds:.0f}", f"{cpu:.0f}", in_bytes(peak), in_bytes(path.stat().st_size)]
         for budgets in ("measured", "even"):
-            dofla.compress(opened, size=size, calibration=found, head_budgets=budgets)
+            dofla.compress(opened, size=size, calibration=found, head_budgets=budgets, retrieval_heads=0)
             divergences = [next_token_figures(opened, own)["kl"] for own in texts.values()]
             dofla.restore(opened)
             columns = [f"{kl:.4f}" for kl in (*divergences, fmean(divergences))]

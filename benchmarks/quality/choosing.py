@@ -89,7 +89,7 @@ def _measured(model: str, calibrate: str, texts: dict[str, Any]) -> list[dict[st
     teacher, tokenizer, rows = *open_original(model), []
     made_from = dofla.token_windows(calibrate, tokenizer, length=512, windows=12)
     for each in SIZES:
-        student = dofla.compress(teacher, made_from, each)
+        student = dofla.compress(teacher, made_from, each, retrieval_heads=0)
         held = Converted.of(student).plan.state_bytes(teacher.dtype)
         for length, (_, pool, others) in WINDOWS.items():
             for n, (kind, where) in enumerate(texts.items()):

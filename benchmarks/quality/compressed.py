@@ -67,6 +67,7 @@ def window_alone(size: str | int, _: int | None) -> Make:
 
 def compressed(size: str, context: int | None, **options: object) -> Make:
     """:func:`dofla.compress`."""
+    options = {"retrieval_heads": 0} | options
     return lambda model, tokens, _: dofla.compress(model, tokens, size, context=context, **options)
 
 
@@ -95,7 +96,7 @@ def trained(size: str, context: int | None, rate: float | None = None) -> Make:
     on."""
 
     def make(model: PreTrainedModel, tokens: TokenWindows, training: TokenWindows) -> PreTrainedModel:
-        student = dofla.compress(model, tokens, size, context=context)
+        student = dofla.compress(model, tokens, size, context=context, retrieval_heads=0)
         batch = max(1, AT_ONCE // training.length)
         options = {"steps": len(training) // batch, "batch_size": batch, "context": context}
         rates = {} if rate is None else {"weights": rate}

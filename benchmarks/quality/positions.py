@@ -52,7 +52,7 @@ def main(
     }
     shown = table("measured over", "windows begin at", *judged, gap=2)
     for each in context or [512, 2048, None]:
-        student = dofla.compress(teacher, tokens, size, head_budgets="even", context=each)
+        student = dofla.compress(teacher, tokens, size, head_budgets="even", context=each, retrieval_heads=0)
         loss = Objective(student, partial(dofla.original, student))
         for place in first or [0, 1500, 6000]:
             cells = (f"{divergence(loss, own, place):.4f}" for own in judged.values())

@@ -51,7 +51,7 @@ def main(
         texts[name] = there[torch.linspace(0, len(there) - 1, windows).long()]
     known = dofla.token_windows(calibrate, tokenizer, length=512, windows=12, model=original)
     right = {name: losses(original, rows, length) for name, rows in texts.items()}
-    compressed = dofla.compress(original, known, size, calibration=calibration)
+    compressed = dofla.compress(original, known, size, calibration=calibration, retrieval_heads=0)
     shown = table("prefill", *texts, "mean", gap=2)
     for way, tokens in [("sequential", length), *(("exact", n) for n in split or [512, 2048, 8192])]:
         for layer in Converted.of(compressed).layers.values():

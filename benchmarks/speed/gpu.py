@@ -211,7 +211,9 @@ def main(
 
     _forget_what_was_compiled(model)
     windows = torch.randint(config.vocab_size, (4, 256), device=device)
-    dofla.compress(model, windows, SIZES[shape], head_budgets="even", prefill="exact", progress=False)
+    dofla.compress(
+        model, windows, SIZES[shape], head_budgets="even", retrieval_heads=0, prefill="exact", progress=False
+    )
     bench = Bench(model, begun + seconds, repeats)
     ours: dict[str, Any] = {"prefill": {n: bench.prefill(n) for n in prompts}, "token": {}, "generate": {}}
     state_bytes = cache_bytes(bench.compressed(1, short))

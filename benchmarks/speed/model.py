@@ -246,7 +246,9 @@ def build(job: Job) -> PreTrainedModel:
     if job.kind == "softmax":
         return model
     if job.compressed:
-        return dofla.compress(model, random_tokens(model, job, 256)[:1], job.compressed, head_budgets="even")
+        return dofla.compress(
+            model, random_tokens(model, job, 256)[:1], job.compressed, head_budgets="even", retrieval_heads=0
+        )
     return dofla.linear.linearize(model, uniform_plan(config, job))
 
 

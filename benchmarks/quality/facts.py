@@ -1,0 +1,69 @@
+"""Facts that a cache finds again: some thirty are told among text, and told once more at its end; how many of those
+are predicted, all tokens of the number right, by the original and by compressed caches.
+
+    python benchmarks/quality/facts.py --model models/qwen --length 4096 --text data/books-val.txt.gz \\
+        --dofla size=3.1MiB,retrieval_heads=0 --dofla size=3.1MiB --dofla evict=false
+
+One pass over a document asks for all of its facts, so this takes a thirtieth of the time of benchmarks/peers/ruler.py,
+where a model writes its answers. ``--dofla`` has options of ``dofla.compress``, with values as in YAML.
+"""
+
+from __future__ import annotations
+
+from itertools import groupby
+from typing import Annotated
+
+import torch
+import typer
+import yaml
+from rich.console import Console
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+import dofla
+from dofla.data.facts import Facts
+from dofla.display import size, table
+from dofla.integration.converted import Converted
+from dofla.integration.recorder import evaluation_mode
+from dofla.runs.opening import open_original
+
+
+def main(
+    model: Annotated[str, typer.Option(help="Folder or name of the model.")],
+    text: Annotated[str, typer.Option(help="Text that the facts are told among.")],
+    compress: Annotated[list[str], typer.Option("--dofla", help="Options of dofla.compress; repeatable.")],
+    length: Annotated[int, typer.Option(help="Tokens of a document.")] = 4096,
+    documents: Annotated[int, typer.Option(help="How many.")] = 1,
+    calibration: Annotated[str | None, typer.Option(help="A calibration; default: a known one.")] = None,
+    dtype: Annotated[str, typer.Option(help="Precision of the weights.")] = "float32",
+) -> None:
+    opened, tokenizer = open_original(model, dtype=dtype)
+    windows = dofla.token_windows(text, tokenizer, length=512, windows=-(-length // 512) * 4, split="all")
+    facts = Facts.among(windows, tokenizer, length, count=documents, seed=11)
+    shown = table("cache", "bytes", "growing heads", "found", "of")
+    shown.add_row("softmax", "", "", *map(str, _found(opened, facts, tokenizer)))
+    for given in compress:
+        options = yaml.safe_load("{" + given.replace("=", ": ") + "}")
+        dofla.compress(opened, calibration=calibration, tokenizer=tokenizer, **options)
+        plan = Converted.of(opened).plan
+        held = size(plan.cache_bytes(length, opened.dtype))
+        shown.add_row(given, held, str(plan.growing), *map(str, _found(opened, facts, tokenizer)))
+        dofla.restore(opened)
+    Console(width=120).print(shown)
+
+
+@torch.no_grad()
+def _found(model: PreTrainedModel, facts: Facts, tokenizer: PreTrainedTokenizerBase) -> tuple[int, int]:
+    """Facts whose number is predicted, and all."""
+    found = count = 0
+    for ids, told in zip(facts.documents.input_ids, facts.told, strict=True):
+        with evaluation_mode(model):
+            hidden = model.base_model(ids[None], use_cache=False)[0][0, -facts.asked - 1 : -1]
+            right = model.get_output_embeddings()(hidden).argmax(-1) == ids[-facts.asked :]
+        for _, places in groupby(range(facts.asked), lambda n, told=told: told[n, 0].item()):
+            number = [n for n in places if any(x.isdigit() for x in tokenizer.decode([ids[n - facts.asked]]))]
+            found, count = found + bool(right[number].all()), count + 1
+    return found, count
+
+
+if __name__ == "__main__":
+    typer.run(main)
