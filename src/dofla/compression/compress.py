@@ -139,8 +139,10 @@ def size_of(target: Target, size: int | str | None, ratio: float | None, evict: 
     if evict:
         return target.size(size, ratio)
     if size is not None or ratio is not None:
-        given = f"size is {size!r}" if size is not None else f"ratio is {ratio!r}"
-        raise DoflaError(f"{given} and evict is False: a cache that evicts nothing grows, so give none, or evict")
+        what, value = ("ratio", ratio) if size is None else ("size", size)
+        raise DoflaError(
+            f"{what} is {value!r} and evict is False: a cache that evicts nothing grows: leave the {what} out, or evict"
+        )
     return None
 
 
