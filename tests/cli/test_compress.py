@@ -1,6 +1,7 @@
 """``dofla calibrate`` and ``dofla compress``: a calibration, a whole model, an adapter, and what is said of them."""
 
 import json
+import math
 import re
 
 import pytest
@@ -20,7 +21,7 @@ def calibration(tmp_path_factory):
     """A file, with ranked retrieval heads."""
     path = tmp_path_factory.mktemp("calibrated") / "calibration.safetensors"
     short = ["--data", "sample", "--set", "windows=12", "--set", "length=48", "--set", "context=256"]
-    assert call("calibrate", "demo", *short, "--retrieval-heads", "--out", path) == 0
+    assert call("calibrate", "demo", *short, "--out", path) == 0
     return path
 
 
@@ -89,7 +90,10 @@ def test_heads_that_hold_every_token_are_found(calibration, tmp_path, capsys):
     plan = Converted.of(dofla.load(tmp_path / "compressed")).plan
     ((name, (head,)),) = plan.made_by["retrieval_heads"].items()
     assert f"retrieval heads: {name} {head}\n" in capsys.readouterr().out
-    assert max(plan[name].slots) == plan[name].slots[head] == 256
+    assert plan[name].slots[head] == math.inf
+    assert call("compress", "demo", "--no-evict", "--calibration", calibration, "--out", tmp_path / "whole") == 0
+    assert "of 32 KV heads that hold every token" in " ".join(capsys.readouterr().out.split())
+    assert call("generate", tmp_path / "whole", "--prompt", "Once upon a time", "--new-tokens", 4) == 0
 
 
 @pytest.mark.parametrize(

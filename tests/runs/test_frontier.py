@@ -53,21 +53,21 @@ def test_every_budget_is_judged_on_every_text_at_every_length(tiny):
     assert found.smallest(40) is None
 
 
-def test_heads_that_hold_every_token_are_found_for_each_budget_with_room_for_them(tiny, tokenizer):
+def test_heads_that_hold_every_token_grow_beside_each_size(tiny, tokenizer):
     model, tokens = tiny.llama(vocab_size=2048), windows(tiny, 4, 96)
     options = {"context": 192, "retrieval_heads": 1, "tokenizer": tokenizer}
-    found = frontier(model, tokens, {"a": [windows(tiny, 2, 64, seed=9)]}, sizes=[96, 12, 144], **options)
+    found = frontier(model, tokens, {"a": [windows(tiny, 2, 64, seed=9)]}, sizes=[96, 144], **options)
     assert [x.size for x in found.points] == [size_of(model, 96), size_of(model, 144)]
     expected = {"source": "tensor", "tokens": 384, "retrieval_heads": 1}
     assert {key: found.made_from[key] for key in expected} == expected
-    assert "retrieval heads: 1;" in str(found)
+    assert "retrieval heads, which grow beside the size: 1" in str(found)
     for point in found.points:
         plan = Converted.of(dofla.compress(model, tokens, point.size, **options)).plan
-        assert plan.state_bytes(model.dtype) == point.bytes
-        assert plan.made_by["retrieval_heads"]
+        assert plan.cache_bytes(64, model.dtype) == point.bytes
+        assert plan.growing == 1
         dofla.restore(model)
-    with pytest.raises(DoflaError, match="would take more than 50% of the bytes"):
-        frontier(model, tokens, {"a": [windows(tiny, 2, 64, seed=9)]}, sizes=[12, 16], **options)
+    with pytest.raises(DoflaError, match="is too small for a token of each kind"):
+        frontier(model, tokens, {"a": [windows(tiny, 2, 64, seed=9)]}, sizes=[2, 16], **options)
 
 
 def test_what_was_found_is_kept(tiny, tmp_path):

@@ -25,7 +25,7 @@ from dofla.attention.state import Tensors
 
 _T = TypeVar("_T")
 LEAST_SLOTS = 64
-"""Of a tier that grows, and how many more it gets. With so many, states of different slots differ in bytes."""
+"""The least slots of a tier that grows, and the least that it gets more: so states of other slots have other bytes."""
 
 
 class HeadSizes(NamedTuple):

@@ -64,7 +64,6 @@ def calibrate(
     """Measure what compress needs to know of a model, for any size."""
     from dofla import calibrate as measure
     from dofla.compression.known import unfinished
-    from dofla.compression.retrieval import has_words
     from dofla.runs.check import target_of
     from dofla.runs.opening import open_original
 
@@ -74,9 +73,7 @@ def calibrate(
     opened, tokenizer = open_original(model, device=device, **opening)
     windows = calibration_windows(data, opened, tokenizer, text, settings)
     with view.progress("calibrate") as bar:
-        found = measure(
-            opened, windows, tokenizer=tokenizer if has_words(tokenizer) else None, progress=bar.stage, **settings
-        )
+        found = measure(opened, windows, progress=bar.stage, **settings)
     found.save(out)
     view.show(found)
     written("calibration", out)
@@ -103,9 +100,7 @@ def compress(
         ),
     ] = None,
     data: Annotated[str | None, typer.Option(help=f"Calibration text: {DATA}.", callback=source)] = None,
-    no_evict: Annotated[
-        bool, typer.Option("--no-evict", help="Hold every token: the cache grows, in few bits; no size.")
-    ] = False,
+    no_evict: Annotated[bool, typer.Option("--no-evict", hidden=True)] = False,
     device: Device = None,
     opening: Given = ORIGINAL,
     text: Given = text_of(),
@@ -114,7 +109,7 @@ def compress(
     """Compress the cache of a model; no training.
 
     A few heads, which find facts again, hold every token; all others take a constant size. With --set retrieval_heads=0
-    the whole cache does.
+    the whole cache does. With --no-evict all heads hold every token: the cache grows, and takes no size.
     """
     from dofla import Calibration
     from dofla import compress as make

@@ -20,7 +20,7 @@ from dofla.compression.head_budgets import HeadBudgets, divide
 from dofla.compression.known import interrupted, keep, unfinished
 from dofla.compression.memory import warn_of_memory, ways_out
 from dofla.compression.plan import bytes_for, compressed_plan, even_bytes
-from dofla.compression.retrieval import has_words, needles_among, rank_heads
+from dofla.compression.retrieval import needles_among, rank_heads
 from dofla.compression.target import Target, tokenizer_of
 from dofla.data import TokenWindows
 from dofla.display import Bar, reports_progress
@@ -107,10 +107,9 @@ def calibrate(
     Raises:
         DoflaError: as :func:`dofla.compress`; a model that predicts no tokens.
     """
-    if tokenizer is None and not has_words(tokenizer := tokenizer_of(model, needed=False)):
-        tokenizer = None
-    target = Target.of(model, context, keep_softmax)
-    return measure(model, target, windows, head_budgets, tokenizer, batch_size, progress)
+    target, needed = Target.of(model, context, keep_softmax), tokenizer is not None
+    tokenizer = tokenizer or tokenizer_of(model, needed=False)
+    return measure(model, target, windows, head_budgets, tokenizer, batch_size, progress, needed)
 
 
 @ways_out()
@@ -122,14 +121,15 @@ def measure(
     tokenizer: PreTrainedTokenizerBase | None,
     batch_size: int,
     progress: Progress | bool,
+    needed: bool,
 ) -> Calibration:
-    """:func:`calibrate` of a model that has been looked at."""
+    """:func:`calibrate` of a model that has been looked at; whether it is ``needed`` that heads are ranked."""
     report: Progress = progress if callable(progress) else lambda stage, done, total: None
     check_numbers(batch_size=batch_size)
     if not isinstance(text := windows_for(model, windows), TokenWindows):
         raise DoflaError("images leave no tokens in a cache: linearize their model instead")
     check_choice("head_budgets", head_budgets, HEAD_BUDGETS)
-    needles = None if tokenizer is None else needles_among(text, tokenizer, target.length)
+    needles = needles_among(text, tokenizer, target.length, needed)
     within, layers = calibration_context(model, text, target.context), [site.name for site in target.compressed]
     batches, measured = list(placed_over(text, batch_size, within)), head_budgets == "measured"
     others = batches[HELD_OUT] if measured else []

@@ -14,7 +14,7 @@ from dofla.compression.directions import default_cut
 from dofla.compression.head_budgets import LEAST, HeadBudgets
 from dofla.compression.known import BASE, keep, known
 from dofla.compression.plan import BITS, compressed_plan
-from dofla.compression.retrieval import AUTO, by_layer, check_retrieval_heads, has_words
+from dofla.compression.retrieval import AUTO, by_layer, check_retrieval_heads
 from dofla.compression.target import Target, tokenizer_of
 from dofla.data import TokenWindows
 from dofla.display import Bar, reports_progress
@@ -117,9 +117,8 @@ def compress(
             assert tokenizer is not None
             windows = default_windows(tokenizer, target.length)
         budgets = "measured" if by_default else head_budgets
-        ranked = has_words(tokenizer) if retrieval_heads == AUTO or by_default else retrieval_heads
-        ranking = tokenizer if ranked else None
-        calibration = measure(model, target, windows, budgets, ranking, batch_size, progress)
+        ranking, needed = tokenizer if by_default or retrieval_heads else None, retrieval_heads not in (0, AUTO)
+        calibration = measure(model, target, windows, budgets, ranking, batch_size, progress, needed)
         if by_default and context is None and not keep_softmax:
             logger.info("the calibration is kept in %s", keep(calibration))
     else:

@@ -23,7 +23,7 @@ SINKS = 2
 BITS = 3.0
 """Bits per number in the tier. On SmolLM2 at 1.5 MiB (``docs/research/cache.md``)."""
 GROWING = HeadSizes(window=32, sinks=SINKS, newest=1, heavy_hitters=0)
-"""Of a KV head that holds every token."""
+"""The sizes of a KV head that holds every token."""
 
 
 class TooSmall(DoflaError):
@@ -51,8 +51,9 @@ def compressed_plan(
     fixed = sum(grow[x.name] * head_bytes(GROWING, x.head_dim, x.value_dim, bits) for x in sites)
     dims = {x.name: (x.head_dim, x.value_dim) for x in sites}
     most = {name: math.inf if positions is None else bytes_for(positions, *own, bits) for name, own in dims.items()}
-    heads, even = {x.name: x.kv_heads for x in sites}, even_bytes(sites, (size or fixed) - fixed, grow)
-    own_bytes = budgets.divided((size or fixed) - fixed, heads, even, most)
+    left = 0 if size is None else max(size - fixed, 1)
+    heads, even = {x.name: x.kv_heads for x in sites}, even_bytes(sites, left, grow)
+    own_bytes = budgets.divided(left, heads, even, most)
     layers: list[LayerPlan] = []
     for site in target.sites.values():
         shape = site.name, site.kv_heads, site.head_dim, site.value_dim

@@ -4,6 +4,7 @@ They are ranked by the attention that they pay, where needles are asked for, to 
 every token they find most of what the model finds.
 """
 
+import logging
 import math
 from collections.abc import Callable, Sequence
 
@@ -11,10 +12,12 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from dofla.data import TokenWindows
-from dofla.data.facts import PER_FACT, Facts, one_token_words
+from dofla.data.facts import Facts
 from dofla.errors import DoflaError
 from dofla.integration.placement import placed_over
 from dofla.integration.recorder import AttentionCall, recording, run_body
+
+logger = logging.getLogger(__name__)
 
 FAR = 4096
 """Tokens of a document with needles in it, if the model has so many positions and the text so many tokens."""
@@ -28,14 +31,20 @@ Head = tuple[str, int]
 """The name of a layer, and a KV head of it."""
 
 
-def needles_among(windows: TokenWindows, tokenizer: PreTrainedTokenizerBase, positions: int | None) -> Facts:
-    """The needles among text by which retrieval heads are found; DoflaError as :meth:`Facts.among`."""
-    return Facts.among(windows, tokenizer, min(FAR, positions or FAR))
-
-
-def has_words(tokenizer: PreTrainedTokenizerBase | None) -> bool:
-    """True if needles can be written with a tokenizer: not all vocabularies say where words begin."""
-    return tokenizer is not None and len(one_token_words(tokenizer)) * PER_FACT >= FAR
+def needles_among(
+    windows: TokenWindows, tokenizer: PreTrainedTokenizerBase | None, positions: int | None, needed: bool
+) -> Facts | None:
+    """The needles among text by which retrieval heads are found; None without a tokenizer. Where they cannot be
+    written, with padding, too little text or few words of one token, DoflaError if ``needed``, or else None."""
+    if tokenizer is None:
+        return None
+    try:
+        return Facts.among(windows, tokenizer, min(FAR, positions or FAR))
+    except DoflaError as error:
+        if needed:
+            raise
+        logger.info("no retrieval heads: %s", error)
+        return None
 
 
 @torch.no_grad()

@@ -14,10 +14,8 @@ from torch import Tensor, bfloat16
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from dofla.compression.calibrate import measure
-from dofla.compression.compress import with_calibration
-from dofla.compression.head_budgets import HeadBudgets
-from dofla.compression.plan import compressed_plan
-from dofla.compression.retrieval import by_layer
+from dofla.compression.compress import check_fit, with_calibration
+from dofla.compression.retrieval import AUTO
 from dofla.compression.target import Target
 from dofla.data import TokenWindows
 from dofla.display import Bar, Part, Result, factor, figure, reports_progress, size, table
@@ -186,7 +184,7 @@ class Frontier(Result):
         if self.target is not None:
             yield f"A size is within the target of {self.target:g} if both are, on every text."
         if heads := self.made_from.get("retrieval_heads"):
-            yield f"retrieval heads: {heads}; smaller sizes have no room for so many"
+            yield f"retrieval heads, which grow beside the size: {heads}"
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, for JSON."""
@@ -219,7 +217,7 @@ def frontier(
     target: float | None = None,
     batch_size: int = 1,
     context: int | None = None,
-    retrieval_heads: int = 0,
+    retrieval_heads: int | str = 0,
     tokenizer: PreTrainedTokenizerBase | None = None,
     out: str | Path | None = None,
     progress: Callable[[str, int, int], None] | bool = True,
@@ -236,14 +234,14 @@ def frontier(
             does not.
         batch_size: windows per pass.
         context: as for :func:`dofla.compress`; a shorter one needs fewer bytes.
-        retrieval_heads, tokenizer: as for :func:`dofla.compress`. Sizes without room for so many heads are not tried.
+        retrieval_heads, tokenizer: as for :func:`dofla.compress`. By default none: sizes are constant.
         out: new folder for ``frontier.json`` and for ``compressed``: adapters, named by their bytes, of the sizes that
             are the smallest within the target, or without a target of all.
         progress: a bar by default, where there is a terminal or a notebook; False for none; or a function, which is
             called with (stage, done, total) after each pass and each size.
 
     Raises:
-        DoflaError: as :func:`dofla.compress`; no size, or none with room for so many retrieval heads; no text; a text
+        DoflaError: as :func:`dofla.compress`; no size; no text; a text
             without windows, or with two sets of one length; windows longer than ``context``; a target that is not above
             0; ``out`` exists.
     """
@@ -260,9 +258,10 @@ def frontier(
     sites = target_model.compressed
     per_token = sum(x.kv_heads * (x.head_dim + x.value_dim) for x in sites) * bfloat16.itemsize
     given = [n * per_token for n in CACHED] if sizes is None else [target_model.size(x, None) for x in sizes]
-    order = _with_room(target_model, sorted(set(given)), retrieval_heads)
-    ranking = tokenizer if retrieval_heads else None
-    calibration = measure(model, target_model, windows, "measured", ranking, batch_size, progress)
+    order = sorted(set(given))
+    check_fit(target_model, order[0], None, "measured", retrieval_heads, has_tokenizer=tokenizer is not None)
+    ranking, needed = tokenizer if retrieval_heads else None, retrieval_heads not in (0, AUTO)
+    calibration = measure(model, target_model, windows, "measured", ranking, batch_size, progress, needed)
     wanted = {"context": context, "retrieval_heads": retrieval_heads or None}
     made_from = {**calibration.made_by, **{name: number for name, number in wanted.items() if number is not None}}
     sources = {text: own[0].source for text, own in texts.items()}
@@ -300,21 +299,6 @@ def _sets(texts: Mapping[str, Sequence[TokenWindows]]) -> dict[tuple[str, int], 
         what = ", ".join(f"{text!r} of {[w.length for w in own]} tokens" for text, own in texts.items()) or "none"
         raise DoflaError(f"windows to evaluate on: {what}: give each text one set of windows for each length")
     return sets
-
-
-def _with_room(target: Target, sizes: Sequence[int], retrieval_heads: int) -> list[int]:
-    """The sizes that have room for the retrieval heads; DoflaError if none has."""
-    heads = [(site.name, head) for site in target.compressed for head in range(site.kv_heads)][:retrieval_heads]
-    shares = {site.name: [1.0] * site.kv_heads for site in target.compressed}
-    for n, count in enumerate(sizes):
-        try:
-            compressed_plan(target, count, head_budgets=HeadBudgets(shares, by_layer(heads)))
-        except DoflaError:
-            if not retrieval_heads or n == len(sizes) - 1:
-                raise
-        else:
-            return list(sizes[n:])
-    return []
 
 
 def _costs(x: Point) -> str:
