@@ -93,6 +93,10 @@ def test_heads_that_hold_every_token_are_found(calibration, tmp_path, capsys):
     assert plan[name].slots[head] == math.inf
     assert call("compress", "demo", "--no-evict", "--calibration", calibration, "--out", tmp_path / "whole") == 0
     assert "of 32 KV heads that hold every token" in " ".join(capsys.readouterr().out.split())
+    card = " ".join((tmp_path / "whole" / "README.md").read_text().split())
+    assert "32 KV heads hold every token" in card
+    assert "at 1,024 tokens; the" in card
+    assert "evicted" not in card
     assert call("generate", tmp_path / "whole", "--prompt", "Once upon a time", "--new-tokens", 4) == 0
 
 

@@ -106,7 +106,8 @@ def model_card(plan: Plan, record: Record, *, adapter: bool, name: str, tags: Se
         measured="head_budgets" in plan.made_by,
         state=_size(state),
         cache=_size(plan.softmax_bytes(_CONTEXT, dtype)),
-        grows=len(plan.converted) < len(plan.layers),
+        grows=len(plan.converted) < len(plan.layers) or plan.growing,
+        evicts=any(not size.grows for layer in plan.compressed for size in layer.sizes),
         factor=factor(plan.softmax_bytes(_CONTEXT, dtype), state),
         plan=list(_plan_lines(plan)),
         context=plan.context,
@@ -135,7 +136,7 @@ def _made_by(plan: Plan) -> Iterator[str]:
             yield f"size {_size(value)}"
         elif key == "retrieval_heads":
             yield f"{sum(map(len, value.values()))} retrieval heads"
-        elif key not in ("normalization", "held_out"):
+        elif key not in ("normalization", "held_out", "evict"):
             yield f"{key} {value}"
 
 
@@ -146,18 +147,21 @@ def _plan_lines(plan: Plan) -> Iterator[str]:
     yield f"Attention layers: {len(plan.layers)}, of which {len(plan.converted)} {kind}" + (
         f" and {kept} keep softmax attention." if kept else "."
     )
+    bounded = [size for layer in plan.compressed for size in layer.sizes if not size.grows]
     counts = {
         "features": [count for layer in plan.linear for count in layer.features_per_head],
         "tokens in the local window": [size[-2] for layer in plan.linear for size in layer.sizes]
         + [size.window for layer in plan.compressed for size in layer.sizes],
         "attention sinks": [size[-1] for layer in plan.linear for size in layer.sizes]
         + [size.sinks for layer in plan.compressed for size in layer.sizes],
-        "older tokens": [size.newest + size.heavy_hitters for layer in plan.compressed for size in layer.sizes],
-        "of these heavy hitters": [size.heavy_hitters for layer in plan.compressed for size in layer.sizes],
+        "older tokens": [size.newest + size.heavy_hitters for size in bounded],
+        "of these heavy hitters": [size.heavy_hitters for size in bounded],
     }
     ranges = [f"{_range(numbers)} {name}" for name, numbers in counts.items() if any(numbers)]
     if ranges:
         yield f"Per KV head: {', '.join(ranges)}."
+    if plan.growing:
+        yield f"{plan.growing} KV heads hold every token."
     kinds = {layer.feature_map for layer in plan.linear if any(layer.features_per_head)}
     if kinds:
         yield f"Feature map: {', '.join(sorted(kinds))}."
