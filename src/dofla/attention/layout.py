@@ -166,15 +166,22 @@ class Layout:
         self.groups = [group._replace(starts=own) for group, own in zip(groups, starts, strict=True)]
         self.order = [head for heads in self.heads for head in heads]
         self.numbers = [number for group in self.groups for number in (*group[:-1], *group.starts)]
-        # To make the row before the first token takes as long as to read fifty tokens.
-        self._before = torch.zeros(1, self.bytes, dtype=torch.uint8, device="cpu")
-        for own in self._by_group(self._rows.cut(self._before)):
+        # To make the row before the first token takes as long as to read fifty tokens; those that grow are too large to
+        # be kept, one for each number of slots.
+        self._before = None if any(size.grows for size in self.sizes) else self._row()
+
+    def _row(self) -> Tensor:
+        """The state of one sequence before the first token [1, bytes]."""
+        row = torch.zeros(1, self.bytes, dtype=torch.uint8, device="cpu")
+        for own in self._by_group(self._rows.cut(row)):
             for x, part in zip(own, PARTS.values(), strict=True):
                 x.fill_(part.free)
+        return row
 
     def empty(self, batch: int, device: torch.device) -> CompressedState:
         """The state before the first token."""
-        return CompressedState(self._before.to(device).repeat(batch, 1))
+        row = self._row() if self._before is None else self._before
+        return CompressedState(row.to(device).repeat(batch, 1))
 
     def open(self, state: CompressedState) -> list[Contents]:
         """The tokens of each group: views."""
