@@ -218,7 +218,7 @@ def frontier(
         if found.kept:
             following("chat", out / ADAPTERS / str(found.kept[0]))
     elif target is not None:
-        given = {**opening, **cutting, **settings}
+        given = {**opening, **cutting, "retrieval_heads": 0, **settings}
         common = ["seed", "dtype", "context", "retrieval_heads"]
         changes = [word for name in common if name in given for word in ("--set", f"{name}={given[name]}")]
         for size in found.kept:
