@@ -1,4 +1,4 @@
-// What a call of a compressed cache works on: of each group of heads its coders and its tokens before and after.
+// What a call of a compressed cache works on: of each group of heads its coders and its tokens, which it updates.
 #pragma once
 
 #include "rows.h"
