@@ -96,10 +96,12 @@ class CompressedHeads(HeadGroup[CompressedState]):
     def _with_room(self, call: Call, state: CompressedState | None) -> CompressedState:
         """The state before the call, with room for its tokens."""
         if state is None:
-            room = call.query.shape[-2] if call.room is None else call.room
-            return self.layouts.with_room(room).empty(len(call.query), call.query.device)
-        short = self.layouts.grow and call.room and state.rows.shape[-1] < self.layouts.with_room(call.room).bytes
-        return self.resized(state, call.room) if short and call.room else state
+            tokens = call.query.shape[-2] if call.room is None else call.room
+            return self.layouts.with_room(tokens).empty(len(call.query), call.query.device)
+        room = call.room if self.layouts.grow else None
+        if room is None or self.layouts.with_room(room).bytes <= state.rows.shape[-1]:
+            return state
+        return self.resized(state, room)
 
     def resized(self, state: CompressedState, tokens: int) -> CompressedState:
         before, after = self.layout_of(state.rows.shape[-1]), self.layouts.with_room(tokens)

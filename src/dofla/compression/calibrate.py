@@ -4,7 +4,6 @@ import logging
 import math
 import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -17,7 +16,7 @@ from dofla.compression.calibration import Calibration
 from dofla.compression.directions import Directions, measure_directions
 from dofla.compression.eviction_error import EvictionErrors, streams
 from dofla.compression.head_budgets import HeadBudgets, divide
-from dofla.compression.known import interrupted, keep, unfinished
+from dofla.compression.known import interrupted, keep_if_possible, unfinished
 from dofla.compression.memory import warn_of_memory, ways_out
 from dofla.compression.plan import bytes_for, compressed_plan, even_bytes
 from dofla.compression.retrieval import needles_among, rank_heads
@@ -148,13 +147,11 @@ def measure(
         made_by = {"source": text.source, "tokens": text.tokens, "context": within}
         of = target.name, target.fingerprint, target.weights
         made = Calibration(found, {}, costs, (), (), *of, made_by)
-        with suppress(DoflaError, OSError):  # where nothing can be written, nothing is kept
-            keep(made, folder)
+        keep_if_possible(made, folder)
     work.done = first
     if measured and not made.shares:
         made = _compared(made, model, target, short, work)
-        with suppress(DoflaError, OSError):
-            keep(made, folder)
+        keep_if_possible(made, folder)
     work.done = first + compared
     if needles is not None:
         ranked = partial(work, "retrieval heads", documents / len(needles.documents) / len(layers))

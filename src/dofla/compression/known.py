@@ -50,6 +50,12 @@ def keep(calibration: Calibration, folder: Path | None = None) -> Path:
     return path
 
 
+def keep_if_possible(calibration: Calibration, folder: Path) -> None:
+    """:func:`keep`, unless nothing can be written there."""
+    with suppress(DoflaError, OSError):
+        keep(calibration, folder)
+
+
 def cache_folder() -> Path:
     """The folder of this user's calibrations."""
     return Path(constants.HF_HOME) / "dofla" / "calibrations"

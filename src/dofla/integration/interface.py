@@ -79,8 +79,7 @@ def dofla_attention(
         )
         run = _outside_the_graph if outside else _run
         exact = _prefills_exactly(layer, query, dofla_entry)
-        given = layer, dofla_entry, asked, key, value
-        out = run(*given, scaling=own_scaling, weight=weight, causal=causal, exact=exact, room=room)
+        out = run(layer, dofla_entry, asked, key, value, scaling=own_scaling, weight=weight, causal=causal, exact=exact)
     out = out.transpose(1, 2).contiguous()
     if not without_gradients:
         return out, None
@@ -108,11 +107,11 @@ def _run(
     **options: Any,
 ) -> Tensor:
     """The layer's output; the states after go into the entry of the cache, if there is one."""
-    states, in_place = (None, False) if entry is None else (entry.states, entry.in_place)
+    states, in_place, room = (None, False, None) if entry is None else (entry.states, entry.in_place, entry.room)
+    run = partial(layer, in_place=in_place, room=room, **options)
     if weight is None or not causal:
-        out, after = layer(query, key, value, weight=weight, states=states, causal=causal, in_place=in_place, **options)
+        out, after = run(query, key, value, weight=weight, states=states, causal=causal)
     else:
-        run = partial(layer, in_place=in_place, **options)
         keeps = entry is not None
         out, after = run_padded(run, query, key, value, weight, states, keeps_states=keeps, in_place=in_place)
     if entry is not None:

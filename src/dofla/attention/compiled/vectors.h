@@ -5,7 +5,6 @@
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/index_select.h>
 
 namespace dofla::cache {
 
