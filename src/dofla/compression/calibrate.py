@@ -15,24 +15,22 @@ from dofla import __version__
 from dofla.compression.calibration import Calibration
 from dofla.compression.directions import Directions, measure_directions
 from dofla.compression.eviction_error import EvictionErrors, streams
-from dofla.compression.head_budgets import HeadBudgets, divide
+from dofla.compression.head_budgets import divide
 from dofla.compression.known import interrupted, keep_if_possible, unfinished
 from dofla.compression.memory import warn_of_memory, ways_out
-from dofla.compression.plan import bytes_for, compressed_plan, even_bytes
+from dofla.compression.plan import bytes_for, even_bytes
 from dofla.compression.retrieval import needles_among, rank_heads
 from dofla.compression.target import Target, tokenizer_of
 from dofla.data import TokenWindows
-from dofla.display import Bar, reports_progress
+from dofla.display import Bar
 from dofla.distillation.objective import Objective
 from dofla.errors import DoflaError, check_choice, check_numbers
-from dofla.integration.converted import Converted
 from dofla.integration.placement import calibration_context, placed_over
 from dofla.integration.reading import windows_for
 from dofla.integration.recorder import AttentionCall, evaluation_mode, recording, run_body
-from dofla.integration.surgery import convert, original, restore
-from dofla.integration.wrapped import unwraps_its_model
+from dofla.integration.surgery import original, restore
+from dofla.integration.wrapped import takes_model
 from dofla.plans.plan import held_out_line
-from dofla.storage.defaults import with_torchs_defaults
 from dofla.storage.tensors import digest
 
 logger = logging.getLogger(__name__)
@@ -66,9 +64,7 @@ class Work:
         self.report(stage, round(self.done), self.total)
 
 
-@unwraps_its_model
-@with_torchs_defaults
-@reports_progress("calibrate", Bar.stage)
+@takes_model("calibrate", Bar.stage)
 def calibrate(
     model: PreTrainedModel,
     windows: TokenWindows | Tensor | Mapping[str, Tensor],
@@ -216,10 +212,9 @@ def _compared(
 
     def loss(shares: Mapping[str, Sequence[float]]) -> float:
         """KL to the original in nats per token."""
-        plan = compressed_plan(target, size, head_budgets=HeadBudgets(shares))
-        converted, total = Converted.of(convert(model, plan, sites=target.sites)), 0.0
+        replace(found, shares=shares).compress(model, target, size)
+        total = 0.0
         try:
-            found.apply(converted)
             objective = Objective(model, lambda: original(model))
             tokens, rows = sum(map(objective.count, others)), sum(len(batch["input_ids"]) for batch in others)
             with evaluation_mode(model), torch.no_grad():

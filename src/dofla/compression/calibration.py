@@ -12,14 +12,17 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from dofla.compression.directions import Directions, Symmetric
 from dofla.compression.head_budgets import HeadBudgets
+from dofla.compression.plan import BITS, compressed_plan
 from dofla.compression.retrieval import Head, by_layer, count_of
 from dofla.compression.target import Target
 from dofla.display import Part, Result, table
 from dofla.errors import DoflaError
 from dofla.integration.converted import Converted
+from dofla.integration.surgery import convert, restore
 from dofla.plans.plan import held_out_line
 from dofla.storage.tensors import read_tensors, write_tensors
 
@@ -80,10 +83,27 @@ class Calibration(Result):
         if self.weights and target.weights and difference(target.weights, self.weights) > SAME:
             logger.warning("the calibration was made with other weights of %s: quality may be lower", self.model)
 
-    def apply(self, converted: Converted) -> None:
-        """Calibrate the coders and the key smoothing of a compressed model."""
-        for name, layer in converted.layers.items():
-            self.directions[name].calibrate(layer, converted.model)
+    def compress(
+        self,
+        model: PreTrainedModel,
+        target: Target,
+        size: int | None,
+        retrieval_heads: int | str = 0,
+        prefill: str = "auto",
+        bits: float = BITS,
+    ) -> Converted:
+        """Give a model a cache of so many bytes, or, for None, one in which all heads grow; in place and untried."""
+        budgets = self.head_budgets(retrieval_heads)
+        plan = compressed_plan(target, size, head_budgets=budgets, prefill=prefill, bits=bits)
+        converted = convert(model, plan, sites=target.sites)
+        converted.record.add_calibration(self.made_by)
+        try:
+            for name, layer in converted.layers.items():
+                self.directions[name].calibrate(layer, model)
+        except BaseException:
+            restore(model)
+            raise
+        return converted
 
     def parts(self) -> Iterator[Part]:
         """Head budgets of each module, and what eviction in it costs."""

@@ -75,8 +75,17 @@ class Target:
         check_left(self.config, self.kind, sites)
         return sites
 
-    def size(self, size: int | str | None, ratio: float | None) -> int:
-        """Bytes of the compressed cache; DoflaError as :func:`dofla.compression.size.size_or_ratio`."""
+    def size(self, size: int | str | None, ratio: float | None, evict: bool = True) -> int | None:
+        """Bytes of the compressed cache, None if nothing is evicted; DoflaError for a size of such a cache, and as
+        :func:`dofla.compression.size.size_or_ratio`."""
+        if not evict:
+            for what, value in (("size", size), ("ratio", ratio)):
+                if value is not None:
+                    raise DoflaError(
+                        f"{what} is {value!r} and evict is False: a cache that evicts nothing grows: leave the {what} "
+                        "out, or evict"
+                    )
+            return None
         cached = sum(x.kv_heads * (x.head_dim + x.value_dim) for x in self._chosen()) * torch.bfloat16.itemsize
         return size_or_ratio(size, ratio, self.length and self.length * cached, self.kind)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from dofla.data import Images, TokenWindows, batches
-from dofla.display import Part, Result, as_text, factor, figure, reports_progress, size, table
+from dofla.display import Part, Result, as_text, factor, figure, size, table
 from dofla.distillation.fidelity import LayerFidelity, attention_fidelity
 from dofla.evaluation.embeddings import EmbeddingFigures, embedding_figures
 from dofla.evaluation.language import LanguageFigures, next_token_figures
@@ -20,8 +20,7 @@ from dofla.integration.converted import Converted
 from dofla.integration.reading import windows_for
 from dofla.integration.recorder import evaluation_mode
 from dofla.integration.surgery import describe
-from dofla.integration.wrapped import unwraps_its_model
-from dofla.storage.defaults import with_torchs_defaults
+from dofla.integration.wrapped import takes_model
 
 _ENDLESS = 1e4  # nats: the divergence of attention that does not see some token at all is astronomical as computed
 
@@ -149,9 +148,7 @@ class Evaluation(Result):
         return cls(**{name: value for name, value in whole.items() if name in known} | {"layers": layers})
 
 
-@unwraps_its_model
-@with_torchs_defaults
-@reports_progress("evaluate")
+@takes_model("evaluate")
 def evaluate(
     model: PreTrainedModel,
     windows: TokenWindows | Images | Tensor | Mapping[str, Tensor],

@@ -167,8 +167,8 @@ def load_any(
         raise DoflaError(f"{folder} is the adapter of a base model: {error}; {_GIVE_IT}") from error
     with about(folder / _PLAN):
         # The base of a converted model that was opened from a standalone checkpoint is that checkpoint.
-        convert(restore(model) if is_converted(model) else model, plan)
-    return _apply(model, folder)
+        converted = convert(restore(model) if is_converted(model) else model, plan)
+    return _apply(converted, folder)
 
 
 def _description(folder: Path) -> dict[str, Any]:
@@ -196,14 +196,21 @@ def apply_adapter(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
     """Give a model, just converted by the adapter's plan, the adapter's feature maps and record, and its weights if it
     has any. DoflaError for a file that is missing, damaged, or does not fit."""
     _description(folder)
-    return _apply(model, folder)
+    return _apply(Converted.of(model), folder)
 
 
-def _apply(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
+def _apply(converted: Converted, folder: Path) -> PreTrainedModel:
+    model = converted.model
     where, again = str(folder / WEIGHTS), "; a converted model of an earlier version must be made again"
     tensors, _ = read_tensors(where)
-    _check_alike(tensors, feature_map_tensors(model), f"{where} does not fit its plan", again)
-    for name, layer in Converted.of(model).layers.items():
+    own = feature_map_tensors(model)
+    if odd := sorted(tensors.keys() ^ own.keys()):
+        raise DoflaError(f"{where} does not fit its plan: {odd[0]} is on one side only{again}")
+    for name, tensor in own.items():
+        if tensors[name].shape != tensor.shape:
+            found = list(tensors[name].shape)
+            raise DoflaError(f"{where} does not fit its plan: {name} is {found}, not {list(tensor.shape)}")
+    for name, layer in converted.layers.items():
         layer.load_state_dict({key: tensors[f"{name}.{key}"] for key in layer.state_dict()})
     check_coders(model, where)
     if (folder / LORA).exists():
@@ -218,7 +225,7 @@ def _apply(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
             for name, weight in weights.items():
                 weight.copy_(tensors[name])
     record = Record.load(folder / RECORD)
-    record.base_model = record.base_model or model.config.quantization_config.record.base_model
+    record.base_model = record.base_model or converted.record.base_model
     model.config.quantization_config.record = record
     return model
 

@@ -7,7 +7,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from dofla.data import Images, TokenWindows
-from dofla.display import Bar, reports_progress
+from dofla.display import Bar
 from dofla.errors import DoflaError, check_choice
 from dofla.integration.converted import is_converted
 from dofla.integration.estimators import ESTIMATORS
@@ -15,10 +15,9 @@ from dofla.integration.positions import positions_of
 from dofla.integration.reading import windows_for
 from dofla.integration.recorder import AttentionCall, read_windows
 from dofla.integration.sites import AttentionSite, attention_sites, check_kept, check_left, refuse
-from dofla.integration.wrapped import unwraps_its_model
+from dofla.integration.wrapped import takes_model
 from dofla.profiles.profile import HeadStatistics, LayerProfile, Profile, SkippedLayer
 from dofla.profiles.spectrum import NORMALIZATIONS
-from dofla.storage.defaults import with_torchs_defaults
 
 MASS_FIRST = (1, 4)
 MASS_LAST = (4, 8, 16, 32)
@@ -83,9 +82,7 @@ class Tally:
         return result
 
 
-@unwraps_its_model
-@with_torchs_defaults
-@reports_progress("profile", Bar.stage)
+@takes_model("profile", Bar.stage)
 def profile(
     model: PreTrainedModel,
     windows: TokenWindows | Images | Tensor | Mapping[str, Tensor],

@@ -12,16 +12,16 @@ from transformers.generation.streamers import BaseStreamer
 from dofla.data import TokenWindows
 from dofla.data.documents import Source
 from dofla.data.packing import check_cut, membership, separator_id, stream_seed, text_windows
-from dofla.display import reports_progress
 from dofla.errors import DoflaError
 from dofla.integration.offload import device_of
 from dofla.integration.positions import positions_of
 from dofla.integration.recorder import evaluation_mode
 from dofla.integration.surgery import as_teacher
-from dofla.storage.defaults import with_torchs_defaults
+from dofla.integration.wrapped import takes_model
+from dofla.storage.defaults import torchs_defaults
 
 
-@with_torchs_defaults
+@torchs_defaults()
 def token_windows(
     source: Source,
     tokenizer: PreTrainedTokenizerBase,
@@ -78,7 +78,7 @@ def token_windows(
     return replace(samples, source=f"self: samples of {type(model).__name__} ({split}, seed {seed})")
 
 
-@reports_progress("sample text")
+@takes_model("sample text")
 def self_sample(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
