@@ -18,7 +18,7 @@ from dofla.distillation.distributed import add_gradients, gather, to_device
 from dofla.distillation.history import History
 from dofla.distillation.objective import Objective
 from dofla.distillation.steps import Batches
-from dofla.distillation.trainable import WEIGHTS, layers_made_again, trainable
+from dofla.distillation.trainable import layers_made_again, trainable
 from dofla.errors import DoflaError, check_choice, check_numbers
 from dofla.integration.checkpoint import refuse_trained, write_lora
 from dofla.integration.converted import Converted
@@ -30,8 +30,7 @@ from dofla.integration.wrapped import takes_model
 from dofla.storage.rank import is_main_process, rank, world_size
 
 PRECISIONS = (None, "bf16")
-_RATES = {"lora": {"maps": 2e-3, "weights": 1e-4}, "maps": {"maps": 2e-3}, "all": {"maps": 2e-3, "weights": 2e-5}}
-_WEIGHTS = {"lora": "low-rank updates of the weights", "all": "all weights"}
+_RATES = {"lora": {"maps": 2e-3, "weights": 1e-4}, "maps": {"maps": 2e-3}}
 _LONGEST_GRADIENT = 1.0
 
 
@@ -79,10 +78,9 @@ def distill_end_to_end(
         batch_size: windows per forward pass, and process.
         accumulate: forward passes per step, and process.
         weights: what trains beside the feature maps: ``lora``, low-rank factors of every linear layer but the output
-            layer; ``maps``, nothing; ``all`` weights.
+            layer; ``maps``, nothing.
         lora_rank: of the factors.
-        learning_rates: of ``maps`` (default 2e-3) and ``weights`` (default 1e-4 for ``lora``, 2e-5 for ``all``); they
-            fall to 0 along a cosine.
+        learning_rates: of ``maps`` (default 2e-3) and ``weights`` (default 1e-4); they fall to 0 along a cosine.
         precision: ``bf16`` computes products in bfloat16; what trains is float32 in any case.
         gradient_checkpointing: compute the layers again for the backward pass, instead of keeping their activations.
         context: read the windows as if they began anywhere among so many positions; as for
@@ -108,7 +106,7 @@ def distill_end_to_end(
     layers = handle.layers
     refuse_trained(student)
     windows = windows_for(student, windows)
-    check_choice("weights", weights, sorted(WEIGHTS))
+    check_choice("weights", weights, _RATES)
     numbers = {"steps": steps, "batch_size": batch_size, "accumulate": accumulate, "lora_rank": lora_rank}
     check_numbers(**numbers, checkpoint_every=checkpoint_every)
     if precision not in PRECISIONS:
@@ -161,10 +159,10 @@ def distill_end_to_end(
             seconds = checkpoint.seconds
     if folder is not None and weights == "lora" and is_main_process():
         write_lora(student, Path(folder) / "lora")
-    how = "feature maps, end to end" if weights == "maps" else f"feature maps and {_WEIGHTS[weights]}, end to end"
+    what = "feature maps and low-rank updates of the weights" if weights == "lora" else "feature maps"
     options = {name: value for name, value in settings.items() if name != "loss"}
     call = "dofla.linear.distill_end_to_end(student, windows"
-    handle.record.add_distillation(how, windows, call, options, weights=weights != "maps")
+    handle.record.add_distillation(f"{what}, end to end", windows, call, options, weights=weights != "maps")
     return History([loss.name], torch.tensor(curve), seconds, settings)
 
 

@@ -2,11 +2,9 @@
 
 import logging
 import shutil
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 import transformers
 from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
@@ -28,7 +26,7 @@ from dofla.integration.record import RECORD, Record
 from dofla.integration.room import warn_of_memory
 from dofla.integration.saving import completed_record
 from dofla.integration.surgery import convert, restore
-from dofla.integration.trained import is_trained, keep_original, lora_of, weights_of
+from dofla.integration.trained import is_trained, lora_of
 from dofla.plans.plan import Plan
 from dofla.storage.files import new_folder, read_json, sha256, write_json
 from dofla.storage.rank import is_main_process
@@ -37,12 +35,12 @@ from dofla.storage.tensors import read_tensors, write_tensors
 logger = logging.getLogger(__name__)
 
 WEIGHTS = "dofla.safetensors"
-LORA, TRAINED = "lora.safetensors", "weights.safetensors"
+LORA = "lora.safetensors"
 _FORMAT = 2
 _GIVE_IT = "base_model=FOLDER_OR_NAME (behind --set on the command line) says where it is"
 _PLAN = "plan.json"
-_FILES = [ADAPTER, WEIGHTS, LORA, TRAINED, _PLAN, RECORD]
-_CHECKED = (_PLAN, WEIGHTS, LORA, TRAINED)
+_FILES = [ADAPTER, WEIGHTS, LORA, _PLAN, RECORD]
+_CHECKED = (_PLAN, WEIGHTS, LORA)
 """Files whose SHA-256 the adapter's description holds: weights that a bit has changed in would only answer worse."""
 
 
@@ -57,7 +55,7 @@ def feature_map_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
 
 def save_adapter(model: PreTrainedModel, folder: str | Path) -> Path:
     """Write only the feature maps and the plan, with a pointer to the base model, a record and a model card; and, of a
-    model that was trained end to end, the low-rank factors or weights it has learned.
+    model that was trained end to end, the low-rank factors it has learned.
 
     Args:
         model: a converted model. Its base model is named as on the hub where that is known: it was opened by that name
@@ -84,8 +82,6 @@ def write_adapter(model: PreTrainedModel, folder: Path) -> None:
     write_tensors(folder / WEIGHTS, feature_map_tensors(model))
     if lora_of(model):
         write_lora(model, folder)
-    elif is_trained(model):
-        write_tensors(folder / TRAINED, weights_of(model))
     write_json(folder / _PLAN, Converted.of(model).plan.to_dict())
     description = {"format": _FORMAT, "base_model": base_of(model), "class": type(model).__name__}
     digests = {name: sha256(folder / name) for name in _CHECKED if (folder / name).exists()}
@@ -215,15 +211,6 @@ def _apply(converted: Converted, folder: Path) -> PreTrainedModel:
     check_coders(model, where)
     if (folder / LORA).exists():
         merge_lora(model, folder)
-    elif (folder / TRAINED).exists():
-        refuse_trained(model)
-        check_in_memory(model, "adding trained weights")
-        (tensors, _), weights = read_tensors(folder / TRAINED), weights_of(model)
-        _check_alike(tensors, weights, f"{folder / TRAINED} is for another model")
-        keep_original(model, weights)
-        with torch.no_grad():
-            for name, weight in weights.items():
-                weight.copy_(tensors[name])
     record = Record.load(folder / RECORD)
     record.base_model = record.base_model or converted.record.base_model
     model.config.quantization_config.record = record
@@ -281,15 +268,6 @@ def refuse_trained(model: PreTrainedModel) -> None:
             "the model's weights were trained end to end already: dofla.restore(model) gives the original back, "
             "which can be converted and trained anew"
         )
-
-
-def _check_alike(found: Mapping[str, Tensor], own: Mapping[str, Tensor], what: str, way_out: str = "") -> None:
-    """DoflaError that says ``what`` is wrong unless names and shapes are the same; ``way_out`` if names are not."""
-    if odd := sorted(found.keys() ^ own.keys()):
-        raise DoflaError(f"{what}: {odd[0]} is on one side only{way_out}")
-    for name, tensor in own.items():
-        if found[name].shape != tensor.shape:
-            raise DoflaError(f"{what}: {name} is {list(found[name].shape)}, not {list(tensor.shape)}")
 
 
 def class_of(config: PreTrainedConfig, class_name: str | None = None, trust_remote_code: bool = False) -> type[Any]:
