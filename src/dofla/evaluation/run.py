@@ -67,11 +67,6 @@ class Evaluation(Result):
     cosine: float | None = None
     spearman: float | None = None
 
-    @property
-    def perplexity_increase(self) -> float | None:
-        """Fraction by which perplexity grows: ``exp(loss_increase) - 1``."""
-        return None if self.loss_increase is None else math.expm1(self.loss_increase)
-
     def parts(self, layers: bool = False) -> Iterator[Part]:
         """The figures to decide by, and a sentence about them; with ``layers``, a row per layer as well."""
         length = "" if self.length is None else f" of {self.length} tokens"
