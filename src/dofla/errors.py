@@ -41,6 +41,11 @@ def check_choice(what: str, value: str, known: Iterable[str]) -> None:
         raise DoflaError(f"unknown {what} {value!r}: choose one of {', '.join(known)}")
 
 
+def first_line(error: Exception) -> str:
+    """The first line of what an error of other software says, or its kind if it says nothing."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
 def ran_out_of_memory(error: Exception) -> bool:
     """True of the errors of Python and torch for too little memory, on a CPU or a GPU."""
     words = f"{type(error).__name__}: {error}"

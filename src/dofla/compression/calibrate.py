@@ -3,7 +3,7 @@
 import logging
 import math
 import shutil
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -162,21 +162,15 @@ def _read(
 ) -> tuple[dict[str, Directions], dict[str, list[float]]]:
     """Directions, and costs of eviction by the batches that are not held out and by text that stands there ``twice``;
     no costs without that."""
-    errors, copied, read, held_out = EvictionErrors(), EvictionErrors(), 0, range(len(batches))[HELD_OUT]
+    errors, copied, held_out = EvictionErrors(), EvictionErrors(), range(len(batches))[HELD_OUT]
 
-    def next_batch() -> Iterator[Batch]:
-        nonlocal read
-        for n, batch in enumerate(batches):
-            read = n
-            yield batch
-
-    def look(call: AttentionCall) -> None:
-        if twice is not None and read not in held_out:
+    def look(call: AttentionCall, number: int) -> None:
+        if twice is not None and number not in held_out:
             errors(call)
-        work("directions", _tokens(batches[read]) / len(layers))
+        work("directions", _tokens(batches[number]) / len(layers))
 
     with streams(model, layers) as around:
-        directions = measure_directions(model, next_batch(), layers, look)
+        directions = measure_directions(model, batches, layers, look)
     if twice is None:
         return directions, {}
     with recording(model, layers, copied), torch.no_grad():

@@ -13,8 +13,8 @@ from transformers import PreTrainedModel
 from dofla.data import Images, TokenWindows, batches
 from dofla.display import Part, Result, as_text, factor, figure, size, table
 from dofla.distillation.fidelity import LayerFidelity, attention_fidelity
-from dofla.evaluation.embeddings import EmbeddingFigures, embedding_figures
-from dofla.evaluation.language import LanguageFigures, next_token_figures
+from dofla.evaluation.embeddings import embedding_figures
+from dofla.evaluation.language import next_token_figures
 from dofla.evaluation.verdict import embedding_words, perplexity, verdict
 from dofla.integration.converted import Converted
 from dofla.integration.reading import windows_for
@@ -22,6 +22,10 @@ from dofla.integration.recorder import evaluation_mode
 from dofla.integration.surgery import describe
 from dofla.integration.wrapped import takes_model
 
+_SECTIONS = {
+    "language": ("tokens", "original_loss", "loss", "loss_increase", "loss_increase_interval", "kl", "top1_agreement"),
+    "embeddings": ("cosine", "spearman"),
+}
 _ENDLESS = 1e4  # nats: the divergence of attention that does not see some token at all is astronomical as computed
 
 
@@ -85,7 +89,7 @@ class Evaluation(Result):
         the original's, and the KL of its attention, where that is finite."""
         return as_text(self.parts(layers))
 
-    def _language(self, figures: LanguageFigures, length: int, before: int) -> Iterator[Part]:
+    def _language(self, figures: dict[str, Any], length: int, before: int) -> Iterator[Part]:
         both, after = table("", "original", "compressed", ""), self.state_bytes
         losses = figures["original_loss"], figures["loss"]
         increase, interval = figures["loss_increase"], figures["loss_increase_interval"]
@@ -105,7 +109,7 @@ class Evaluation(Result):
         yield shown
         yield f"\n{verdict(increase, interval, factor(before, after), length)}"
 
-    def _embeddings(self, figures: EmbeddingFigures) -> Iterator[Part]:
+    def _embeddings(self, figures: dict[str, float]) -> Iterator[Part]:
         shown = table("", "", show_header=False)
         shown.add_row("cosine of embeddings", figure(figures["cosine"]))
         shown.add_row("rank correlation of similarities", figure(figures["spearman"]))
@@ -125,10 +129,8 @@ class Evaluation(Result):
         """Plain data, for JSON: the seven figures from ``tokens`` on are under ``language``, the last two under
         ``embeddings``; what is not known of such a model is left out."""
         data: dict[str, Any] = {"model": self.model, "source": self.source, "windows": self.windows}
-        section, kind = (
-            ("embeddings", EmbeddingFigures) if self.loss_increase is None else ("language", LanguageFigures)
-        )
-        data[section] = {name: getattr(self, name) for name in kind.__annotations__}
+        section = "embeddings" if self.loss_increase is None else "language"
+        data[section] = {name: getattr(self, name) for name in _SECTIONS[section]}
         data["layers"] = {name: asdict(layer) for name, layer in self.layers.items()}
         if self.length is not None:
             data |= {"length": self.length, "softmax_bytes": self.softmax_bytes}
@@ -181,7 +183,6 @@ def evaluate(
         return (lambda done, _: progress(before + done, first + then)) if callable(progress) else None
 
     with evaluation_mode(model):
-        figures: LanguageFigures | EmbeddingFigures
         if text is not None and model.can_generate():
             figures = next_token_figures(model, text, batch_size=batch_size, seed=seed, progress=after(0))
         else:

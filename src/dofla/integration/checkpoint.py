@@ -12,7 +12,7 @@ from transformers.pytorch_utils import Conv1D
 from transformers.utils import CONFIG_NAME
 
 from dofla.attention.coding.coder import check_coders
-from dofla.errors import DoflaError, about
+from dofla.errors import DoflaError, about, first_line
 from dofla.integration.contents import ADAPTER, AdapterConfig, check_model
 from dofla.integration.converted import Converted, is_converted
 from dofla.integration.hub import fetch, hub_name
@@ -305,8 +305,7 @@ def load_model(
         warn_of_memory(config, getattr(auto, "from_config", auto), kwargs)
         model, loaded = auto.from_pretrained(name, **options, **kwargs)
     except Exception as error:  # a config with a wrong field fails in any way
-        first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise DoflaError(f"cannot load model {str(name)!r}: {first_line}") from error
+        raise DoflaError(f"cannot load model {str(name)!r}: {first_line(error)}") from error
     if class_name not in (None, type(model).__name__):
         raise DoflaError(
             f"{name} opens as {type(model).__name__} and is to be a {class_name}, which transformers "
