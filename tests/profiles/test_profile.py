@@ -40,9 +40,9 @@ def numbered_call(first: int, batch: int, length: int, padded: set[int] = frozen
 
 
 def sample(size: int, seed: int, calls: list[AttentionCall]) -> torch.Tensor:
-    reservoir = Reservoir(size, torch.Generator().manual_seed(seed))
+    reservoir = Reservoir(size, len(calls), torch.Generator().manual_seed(seed))
     for call in calls:
-        reservoir.add(call)
+        reservoir.add(call, ())
         assert reservoir.vectors.shape[1] <= size
     return reservoir.vectors
 

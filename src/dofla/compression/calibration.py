@@ -20,7 +20,7 @@ from dofla.compression.plan import BITS, compressed_plan
 from dofla.compression.retrieval import Head, by_layer, count_of
 from dofla.compression.target import Target
 from dofla.display import Part, Result, table
-from dofla.errors import DoflaError
+from dofla.errors import DoflaError, malformed
 from dofla.integration.converted import Converted
 from dofla.integration.surgery import convert, restore
 from dofla.plans.plan import held_out_line
@@ -137,7 +137,7 @@ class Calibration(Result):
         tensors, metadata = read_tensors(path, "calibrate again")
         if metadata.get("format") != _FORMAT or "calibration" not in metadata:
             raise DoflaError(f"{path} is no calibration of this version of dofla: calibrate again")
-        try:
+        with malformed(f"{path} holds no calibration", "calibrate again"):
             plain = json.loads(metadata["calibration"])
             directions = {}
             for name, output in plain.pop("outputs").items():
@@ -149,9 +149,6 @@ class Calibration(Result):
                 )
             plain["retrieval"] = [(name, head) for name, head in plain["retrieval"]]
             return cls(directions, **plain)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            what = f"{type(error).__name__}: {error}"
-            raise DoflaError(f"{path} holds no calibration ({what}): calibrate again") from error
 
 
 def difference(one: Sequence[float], other: Sequence[float]) -> float:

@@ -111,7 +111,11 @@ def distill_end_to_end(
     check_numbers(**numbers, checkpoint_every=checkpoint_every)
     if precision not in PRECISIONS:
         raise DoflaError(f"unknown precision {precision!r}: choose bf16, or None")
-    rates = _rates(weights, learning_rates or {})
+    given = dict(learning_rates or {})
+    if unknown := given.keys() - _RATES[weights].keys():
+        known = " and ".join(_RATES[weights])
+        raise DoflaError(f"learning_rates names {min(unknown)!r}: weights={weights!r} trains {known}")
+    rates = {name: float(checked_rate(name, rate)) for name, rate in (_RATES[weights] | given).items()}
     context = context_of(handle, windows, context)
     if not layers or (weights == "maps" and not any(True for layer in layers.values() for _ in layer.parameters())):
         raise DoflaError("the feature maps of this plan have nothing to train: choose a plan that linearizes layers")
@@ -177,11 +181,3 @@ def _gradients(loss: Objective, step: Sequence[Mapping[str, Tensor]], precision:
         part.backward()
         total += part.detach()
     return gather(total).sum().item()
-
-
-def _rates(weights: str, given: Mapping[str, float]) -> dict[str, float]:
-    rates = _RATES[weights]
-    for name in given:
-        if name not in rates:
-            raise DoflaError(f"learning_rates names {name!r}: weights={weights!r} trains {' and '.join(rates)}")
-    return {name: float(checked_rate(name, given.get(name, rate))) for name, rate in rates.items()}

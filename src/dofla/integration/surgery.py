@@ -28,7 +28,7 @@ from dofla.integration.quantizer import DoflaConfig, DoflaQuantizer
 from dofla.integration.sites import AttentionSite, attention_sites, check_kept, check_left, refuse
 from dofla.integration.trained import original_weights, put_back
 from dofla.integration.wrapped import takes_model
-from dofla.plans.hybrid import FEATURE_MAP, TOKEN_SHARE, check_budget, default_token_dtype, even_size
+from dofla.plans.hybrid import FEATURE_MAP, TOKEN_SHARE, default_token_dtype, even_size
 from dofla.plans.layers import FeatureLayer, LayerPlan, SoftmaxLayer
 from dofla.plans.plan import Plan
 from dofla.storage.defaults import torchs_defaults
@@ -114,7 +114,6 @@ def even_plan(
     Raises:
         DoflaError: a budget below 1; a name in ``keep_softmax`` that is no layer; no layer left to linearize.
     """
-    check_budget(budget)
     sites = attention_sites(model)
     layers: list[LayerPlan] = []
     check_kept(sites, keep_softmax)

@@ -69,12 +69,12 @@ def sample_features(
     if samples < 2:
         raise DoflaError(f"samples is {samples}: at least 2 vectors are needed, 512 is the default")
     windows = windows_for(student, windows)
-    reservoirs = {name: Reservoir(samples, torch.Generator().manual_seed(seed)) for name in layers}
+    reservoirs = {name: Reservoir(samples, len(windows), torch.Generator().manual_seed(seed)) for name in layers}
     scalings: dict[str, float] = {}
 
     def look(call: AttentionCall, part: Sequence[int]) -> None:
         scalings[call.name] = call.scaling
-        reservoirs[call.name].add(call)
+        reservoirs[call.name].add(call, part)
 
     read_windows(student, layers, windows, batch_size, look, progress)
     generator = torch.Generator().manual_seed(seed)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from dofla.display import Part, Result
-from dofla.errors import DoflaError
+from dofla.errors import malformed
 from dofla.profiles.spectrum import NORMALIZATIONS, Spectrum, degrees_of_freedom, standard_error
 from dofla.profiles.table import degrees_tables, doubtful
 from dofla.profiles.tolerance import DEFAULT_LAMBDA
@@ -120,11 +120,8 @@ class Profile(Result):
         folder = Path(folder)
         data = read_json(folder / "profile.json", "a profile")
         tensors, _ = read_tensors(folder / "spectra.safetensors", "run dofla profile again")
-        try:
+        with malformed(f"{folder / 'profile.json'} is no profile", "run dofla profile again"):
             return cls._from_json(data, tensors)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            what = str(error) if isinstance(error, DoflaError) else f"{type(error).__name__}: {error}"
-            raise DoflaError(f"{folder / 'profile.json'} is no profile ({what}): run dofla profile again") from error
 
     def to_dict(self) -> dict[str, Any]:
         """The contents of ``profile.json``; a standard error that is unknown is None."""

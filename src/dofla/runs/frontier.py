@@ -20,7 +20,7 @@ from dofla.compression.size import parse_size
 from dofla.compression.target import Target
 from dofla.data import TokenWindows
 from dofla.display import Bar, Part, Result, factor, figure, size, table
-from dofla.errors import DoflaError
+from dofla.errors import DoflaError, malformed
 from dofla.evaluation.language import next_token_figures
 from dofla.evaluation.verdict import perplexity
 from dofla.integration.checkpoint import write_adapter
@@ -192,12 +192,9 @@ class Frontier(Result):
         data = read_json(path, "a frontier")
         if data.get("format") != _FORMAT:
             raise DoflaError(f"{path} was made by an older version of dofla: make it again with dofla frontier")
-        try:
+        with malformed(f"{path} holds no frontier", "make it again with dofla frontier"):
             cache = {int(length): n for length, n in data["cache"].items()}
             return build(cls, {**data, "cache": cache}, "it", strict=False)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            what = f"{type(error).__name__}: {error}"
-            raise DoflaError(f"{path} holds no frontier ({what}): make it again with dofla frontier") from error
 
 
 @takes_model("frontier", Bar.stage)
