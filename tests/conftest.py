@@ -98,7 +98,7 @@ class Tiny:
 
     def compressed(self, model: PreTrainedModel, **sizes) -> PreTrainedModel:
         """The model with such caches, which are not calibrated."""
-        return convert(model, self.compressed_plan(model, **sizes))
+        return convert(model, self.compressed_plan(model, **sizes)).model
 
     @staticmethod
     def _plan(model: PreTrainedModel, kind: type[LayerPlan], **fields) -> Plan:

@@ -21,6 +21,17 @@ def about(what: Path | str) -> Iterator[None]:
         raise DoflaError(f"{what}: {error}") from error
 
 
+@contextmanager
+def malformed(what: str, way_out: str) -> Iterator[None]:
+    """Within the block, where plain data is read, what is missing in it or of another kind is a DoflaError: ``what`` is
+    wrong, why, and the ``way_out``."""
+    try:
+        yield
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+        why = str(error) if isinstance(error, DoflaError) else f"{type(error).__name__}: {error}"
+        raise DoflaError(f"{what} ({why}): {way_out}") from error
+
+
 def is_integer(value: object) -> bool:
     """True if ``value`` is an integer, which True is not."""
     return isinstance(value, int) and not isinstance(value, bool)
@@ -39,6 +50,11 @@ def check_choice(what: str, value: str, known: Iterable[str]) -> None:
     """DoflaError listing what is ``known`` unless ``value`` is one of it."""
     if value not in known:
         raise DoflaError(f"unknown {what} {value!r}: choose one of {', '.join(known)}")
+
+
+def first_line(error: Exception) -> str:
+    """The first line of what an error of other software says, or its kind if it says nothing."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 def ran_out_of_memory(error: Exception) -> bool:

@@ -123,7 +123,7 @@ def test_what_attends_most_to_what_is_asked_for_comes_first(tiny, tokenizer):
         ({"retrieval_heads": "all"}, "retrieval_heads is 'all': give how many"),
         (
             {"retrieval_heads": 1, "calibration": True, "tokenizer": None},
-            "retrieval_heads is 1: give the tokenizer too",
+            "retrieval_heads is 1, and the calibration ranks none: calibrate with the tokenizer",
         ),
         ({"retrieval_heads": 1, "calibration": True}, "retrieval_heads is 1, and the calibration ranks none"),
     ],

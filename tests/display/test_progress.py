@@ -9,7 +9,7 @@ import pytest
 from students import student_of
 
 import dofla
-from dofla.display import Bar, reporting, reports_progress, showing
+from dofla.display import Bar, reporting, showing
 from dofla.runs.view import View
 
 LENGTH = 16
@@ -27,19 +27,19 @@ def seen_of(work, *arguments, **options):
     return re.sub(r" \[[\d:?]+<[\d:?]+\]", "", shown.getvalue())
 
 
-@reports_progress("outer")
 def outer(*, progress=True):
-    if progress:
-        progress(1, 2, "outside")
-    inner()
-    if progress:
-        progress(2, 2, "outside")
+    with reporting("outer", progress, Bar.__call__) as report:
+        if report:
+            report(1, 2, "outside")
+        inner()
+        if report:
+            report(2, 2, "outside")
 
 
-@reports_progress("inner")
 def inner(*, progress=True):
-    if progress:
-        progress(1, 1, "inside")
+    with reporting("inner", progress, Bar.__call__) as report:
+        if report:
+            report(1, 1, "inside")
 
 
 def test_a_terminal_shows_one_bar_whatever_is_called_within():

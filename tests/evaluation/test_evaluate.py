@@ -212,5 +212,5 @@ def test_prompts_begin_with_a_document_or_a_sentence():
     ):
         ((ids, new),) = beginnings(windows(text), Letters(), prompts=3, prompt_tokens=5, new_tokens=7)
         assert ("".join(chr(i) if i else "|" for i in ids.tolist()), new) == (expected, 7)
-    ((ids, _),) = beginnings(windows("of it. Once"), None, prompts=1, prompt_tokens=50, new_tokens=7)
+    ((ids, _),) = beginnings(windows("of it. Once"), Letters(), prompts=1, prompt_tokens=50, new_tokens=7)
     assert len(ids) == 11

@@ -79,7 +79,7 @@ def made(home, name, seeds=1) -> tuple[dict, object]:
     """All tables of a stand-in, by name, and the folder."""
     folder = home / f"tables of {name}"
     study = Study.of(name, "full", seeds, changes(home, name))
-    return {table.key: table for table in reproduce(study, ["all"], folder, command="go {table}")}, folder
+    return {table.key: table for table in reproduce(study, ["all"], folder, command="go {}".format)}, folder
 
 
 @pytest.mark.parametrize("name", ["gpt2", "pythia-1b"])

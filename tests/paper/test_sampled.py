@@ -23,12 +23,12 @@ def test_each_head_gets_the_draw_of_its_own_vectors(tiny):
     """Grouped-query heads, ragged M, padding: against one head after another by hand."""
     model, tokens = student(tiny, [10, 6]), tiny.padded(3, 12)
     layers = Converted.of(model).layers
-    reservoirs = {name: Reservoir(40, torch.Generator().manual_seed(5)) for name in layers}
+    reservoirs = {name: Reservoir(40, 1, torch.Generator().manual_seed(5)) for name in layers}
     scalings = {}
 
     def look(call):
         scalings[call.name] = call.scaling
-        reservoirs[call.name].add(call)
+        reservoirs[call.name].add(call, ())
 
     with recording(model, layers, look), torch.inference_mode():
         run_body(model, tokens)

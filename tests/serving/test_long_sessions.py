@@ -121,7 +121,7 @@ def test_a_memory_made_for_fewer_positions_ends_with_them(tiny, caplog):
     few, more = tiny.llama(max_position_embeddings=POSITIONS), tiny.llama(max_position_embeddings=4 * POSITIONS)
     plan = tiny.compressed_plan(more)
     plan.context = POSITIONS
-    models = tiny.compressed(few), convert(more, plan)
+    models = tiny.compressed(few), convert(more, plan).model
     answer(models[1], tiny.tokens(1, POSITIONS - 1))
     (said,) = said_by(caplog)
     assert f"past the {POSITIONS} positions" in said

@@ -64,7 +64,7 @@ def test_a_memory_for_fewer_positions_begins_anew_before_they_end(tiny, tmp_path
     base.save_pretrained(tmp_path / "base")
     plan = tiny.compressed_plan(base)
     plan.context = POSITIONS
-    dofla.save_adapter(convert(base, plan), tmp_path / "adapter")
+    dofla.save_adapter(convert(base, plan).model, tmp_path / "adapter")
     opened = dofla.load(tmp_path / "adapter", base_model=tmp_path / "base")
     assert Stream(opened).positions == POSITIONS
     assert Stream(opened, positions=2 * POSITIONS).positions == 2 * POSITIONS  # if that is asked for

@@ -113,7 +113,7 @@ def compress(
     """
     from dofla import Calibration
     from dofla import compress as make
-    from dofla.compression.compress import check_fit, size_of
+    from dofla.compression.compress import check_fit
     from dofla.compression.known import unfinished
     from dofla.integration.checkpoint import warn_of_local_base, write_adapter
     from dofla.integration.converted import Converted
@@ -131,7 +131,7 @@ def compress(
     if target := target_of(model, settings.get("context"), settings.get("keep_softmax", ())):  # before minutes go
         names = "head_budgets", "retrieval_heads", "prefill", "bits"
         given = {name: settings[name] for name in names if name in settings}
-        check_fit(target, size_of(target, size, ratio, not no_evict), measured, **given)
+        check_fit(target, target.size(size, ratio, not no_evict), measured, **given)
         view.resumes = unfinished(target.fingerprint)
     with ExitStack() as stack:
         folders = {kind: stack.enter_context(new_folder(path)) for kind, path in kinds.items() if path is not None}

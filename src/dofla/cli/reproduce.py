@@ -40,16 +40,14 @@ def reproduce(
     study = Study.of(model, scale, seeds, changes)
     study.device = device or study.device
     folder = out or Path("runs") / f"reproduce-{slug(Path(model).name)}-{scale}"
-    words = ["dofla", "reproduce", "--model", model, "--table", "{table}", "--seeds", str(seeds), "--scale", scale]
-    words += ["--device", device] if device else []
-    words += [word for setting in changes for word in ("--set", setting)]
-    view = current_view()
+    rest = ["--seeds", str(seeds), "--scale", scale, *(["--device", device] if device else [])]
+    rest += [word for setting in changes for word in ("--set", setting)]
+    view, notes = current_view(), [_SMALL] if scale == "small" else []
     view.resumes = folder
-    command, notes = " ".join(map(_quoted, words)), [_SMALL] if scale == "small" else []
+
+    def command(name: str) -> str:
+        return shlex.join(["dofla", "reproduce", "--model", model, "--table", name, *rest])
+
     made = make_tables(study, table or ["all"], folder, command=command, notes=notes, view=view)
     written("tables (Markdown and JSON)", folder / "tables")
     return {"folder": folder, "tables": [one.to_dict() for one in made]}
-
-
-def _quoted(word: str) -> str:
-    return word if word == "{table}" else shlex.quote(word).replace("{", "{{").replace("}", "}}")

@@ -3,7 +3,7 @@
 import logging
 import math
 import shutil
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -15,24 +15,22 @@ from dofla import __version__
 from dofla.compression.calibration import Calibration
 from dofla.compression.directions import Directions, measure_directions
 from dofla.compression.eviction_error import EvictionErrors, streams
-from dofla.compression.head_budgets import HeadBudgets, divide
+from dofla.compression.head_budgets import divide
 from dofla.compression.known import interrupted, keep_if_possible, unfinished
 from dofla.compression.memory import warn_of_memory, ways_out
-from dofla.compression.plan import bytes_for, compressed_plan, even_bytes
+from dofla.compression.plan import bytes_for, even_bytes
 from dofla.compression.retrieval import needles_among, rank_heads
 from dofla.compression.target import Target, tokenizer_of
 from dofla.data import TokenWindows
-from dofla.display import Bar, reports_progress
+from dofla.display import Bar
 from dofla.distillation.objective import Objective
 from dofla.errors import DoflaError, check_choice, check_numbers
-from dofla.integration.converted import Converted
 from dofla.integration.placement import calibration_context, placed_over
 from dofla.integration.reading import windows_for
 from dofla.integration.recorder import AttentionCall, evaluation_mode, recording, run_body
-from dofla.integration.surgery import convert, original, restore
-from dofla.integration.wrapped import unwraps_its_model
+from dofla.integration.surgery import original, restore
+from dofla.integration.wrapped import takes_model
 from dofla.plans.plan import held_out_line
-from dofla.storage.defaults import with_torchs_defaults
 from dofla.storage.tensors import digest
 
 logger = logging.getLogger(__name__)
@@ -66,9 +64,7 @@ class Work:
         self.report(stage, round(self.done), self.total)
 
 
-@unwraps_its_model
-@with_torchs_defaults
-@reports_progress("calibrate", Bar.stage)
+@takes_model("calibrate", Bar.stage)
 def calibrate(
     model: PreTrainedModel,
     windows: TokenWindows | Tensor | Mapping[str, Tensor],
@@ -166,21 +162,15 @@ def _read(
 ) -> tuple[dict[str, Directions], dict[str, list[float]]]:
     """Directions, and costs of eviction by the batches that are not held out and by text that stands there ``twice``;
     no costs without that."""
-    errors, copied, read, held_out = EvictionErrors(), EvictionErrors(), 0, range(len(batches))[HELD_OUT]
+    errors, copied, held_out = EvictionErrors(), EvictionErrors(), range(len(batches))[HELD_OUT]
 
-    def next_batch() -> Iterator[Batch]:
-        nonlocal read
-        for n, batch in enumerate(batches):
-            read = n
-            yield batch
-
-    def look(call: AttentionCall) -> None:
-        if twice is not None and read not in held_out:
+    def look(call: AttentionCall, number: int) -> None:
+        if twice is not None and number not in held_out:
             errors(call)
-        work("directions", _tokens(batches[read]) / len(layers))
+        work("directions", _tokens(batches[number]) / len(layers))
 
     with streams(model, layers) as around:
-        directions = measure_directions(model, next_batch(), layers, look)
+        directions = measure_directions(model, batches, layers, look)
     if twice is None:
         return directions, {}
     with recording(model, layers, copied), torch.no_grad():
@@ -216,10 +206,9 @@ def _compared(
 
     def loss(shares: Mapping[str, Sequence[float]]) -> float:
         """KL to the original in nats per token."""
-        plan = compressed_plan(target, size, head_budgets=HeadBudgets(shares))
-        converted, total = Converted.of(convert(model, plan, sites=target.sites)), 0.0
+        replace(found, shares=shares).compress(model, target, size)
+        total = 0.0
         try:
-            found.apply(converted)
             objective = Objective(model, lambda: original(model))
             tokens, rows = sum(map(objective.count, others)), sum(len(batch["input_ids"]) for batch in others)
             with evaluation_mode(model), torch.no_grad():

@@ -12,14 +12,17 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from dofla.compression.directions import Directions, Symmetric
 from dofla.compression.head_budgets import HeadBudgets
+from dofla.compression.plan import BITS, compressed_plan
 from dofla.compression.retrieval import Head, by_layer, count_of
 from dofla.compression.target import Target
 from dofla.display import Part, Result, table
-from dofla.errors import DoflaError
+from dofla.errors import DoflaError, malformed
 from dofla.integration.converted import Converted
+from dofla.integration.surgery import convert, restore
 from dofla.plans.plan import held_out_line
 from dofla.storage.tensors import read_tensors, write_tensors
 
@@ -80,10 +83,27 @@ class Calibration(Result):
         if self.weights and target.weights and difference(target.weights, self.weights) > SAME:
             logger.warning("the calibration was made with other weights of %s: quality may be lower", self.model)
 
-    def apply(self, converted: Converted) -> None:
-        """Calibrate the coders and the key smoothing of a compressed model."""
-        for name, layer in converted.layers.items():
-            self.directions[name].calibrate(layer, converted.model)
+    def compress(
+        self,
+        model: PreTrainedModel,
+        target: Target,
+        size: int | None,
+        retrieval_heads: int | str = 0,
+        prefill: str = "auto",
+        bits: float = BITS,
+    ) -> Converted:
+        """Give a model a cache of so many bytes, or, for None, one in which all heads grow; in place and untried."""
+        budgets = self.head_budgets(retrieval_heads)
+        plan = compressed_plan(target, size, head_budgets=budgets, prefill=prefill, bits=bits)
+        converted = convert(model, plan, sites=target.sites)
+        converted.record.add_calibration(self.made_by)
+        try:
+            for name, layer in converted.layers.items():
+                self.directions[name].calibrate(layer, model)
+        except BaseException:
+            restore(model)
+            raise
+        return converted
 
     def parts(self) -> Iterator[Part]:
         """Head budgets of each module, and what eviction in it costs."""
@@ -117,7 +137,7 @@ class Calibration(Result):
         tensors, metadata = read_tensors(path, "calibrate again")
         if metadata.get("format") != _FORMAT or "calibration" not in metadata:
             raise DoflaError(f"{path} is no calibration of this version of dofla: calibrate again")
-        try:
+        with malformed(f"{path} holds no calibration", "calibrate again"):
             plain = json.loads(metadata["calibration"])
             directions = {}
             for name, output in plain.pop("outputs").items():
@@ -129,9 +149,6 @@ class Calibration(Result):
                 )
             plain["retrieval"] = [(name, head) for name, head in plain["retrieval"]]
             return cls(directions, **plain)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            what = f"{type(error).__name__}: {error}"
-            raise DoflaError(f"{path} holds no calibration ({what}): calibrate again") from error
 
 
 def difference(one: Sequence[float], other: Sequence[float]) -> float:

@@ -14,17 +14,15 @@ from dofla.compression.directions import default_cut
 from dofla.compression.head_budgets import LEAST, HeadBudgets
 from dofla.compression.known import BASE, keep, known
 from dofla.compression.plan import BITS, compressed_plan
-from dofla.compression.retrieval import AUTO, by_layer, check_retrieval_heads
+from dofla.compression.retrieval import AUTO, by_layer
 from dofla.compression.target import Target, tokenizer_of
 from dofla.data import TokenWindows
-from dofla.display import Bar, reports_progress
+from dofla.display import Bar
 from dofla.errors import DoflaError, check_choice
-from dofla.integration.converted import Converted
 from dofla.integration.self_samples import token_windows
-from dofla.integration.surgery import convert, restore, tried
-from dofla.integration.wrapped import unwraps_its_model
+from dofla.integration.surgery import tried
+from dofla.integration.wrapped import takes_model
 from dofla.plans.plan import check_prefill
-from dofla.storage.defaults import with_torchs_defaults
 
 logger = logging.getLogger(__name__)
 
@@ -32,9 +30,7 @@ TEXT = "sample"
 """The source of the text that models are calibrated on by default: it comes with dofla."""
 
 
-@unwraps_its_model
-@with_torchs_defaults
-@reports_progress("compress", Bar.stage)
+@takes_model("compress", Bar.stage)
 def compress(
     model: PreTrainedModel,
     windows: TokenWindows | Tensor | Mapping[str, Tensor] | None = None,
@@ -100,7 +96,7 @@ def compress(
             model; as :func:`dofla.calibrate`.
     """
     target = Target.of(model, context, keep_softmax)
-    total = size_of(target, size, ratio, evict)
+    total = target.size(size, ratio, evict)
     if calibration is None and windows is None:
         calibration = known(target)
     elif calibration == BASE:
@@ -125,46 +121,12 @@ def compress(
         calibration.check(target)
     if head_budgets == "even":
         calibration = replace(calibration, shares={})
-    return tried(with_calibration(model, target, calibration, total, retrieval_heads, prefill, bits))
+    return tried(calibration.compress(model, target, total, retrieval_heads, prefill, bits))
 
 
 def default_windows(tokenizer: PreTrainedTokenizerBase, positions: int | None) -> TokenWindows:
     """Windows of the text that comes with dofla, for a model with so many positions."""
     return token_windows(TEXT, tokenizer, **default_cut(positions))
-
-
-def size_of(target: Target, size: int | str | None, ratio: float | None, evict: bool) -> int | None:
-    """Bytes of the compressed cache; None if nothing is evicted. DoflaError for a size of such a cache."""
-    if evict:
-        return target.size(size, ratio)
-    if size is not None or ratio is not None:
-        what, value = ("ratio", ratio) if size is None else ("size", size)
-        raise DoflaError(
-            f"{what} is {value!r} and evict is False: a cache that evicts nothing grows: leave the {what} out, or evict"
-        )
-    return None
-
-
-def with_calibration(
-    model: PreTrainedModel,
-    target: Target,
-    calibration: Calibration,
-    size: int | None,
-    retrieval_heads: int | str = 0,
-    prefill: str = "auto",
-    bits: float = BITS,
-) -> PreTrainedModel:
-    """The model compressed to so many bytes, in place and untried."""
-    budgets = calibration.head_budgets(retrieval_heads)
-    plan = compressed_plan(target, size, head_budgets=budgets, prefill=prefill, bits=bits)
-    converted = Converted.of(convert(model, plan, sites=target.sites))
-    converted.record.add_calibration(calibration.made_by)
-    try:
-        calibration.apply(converted)
-    except BaseException:
-        restore(model)
-        raise
-    return model
 
 
 def check_fit(
@@ -183,15 +145,16 @@ def check_fit(
     check_choice("head_budgets", head_budgets, HEAD_BUDGETS)
     sites = target.compressed
     heads = [(site.name, head) for site in sites for head in range(site.kv_heads)]
-    ranked = calibration is not None and bool(calibration.retrieval)
-    check_retrieval_heads(retrieval_heads, len(heads), ranked or has_tokenizer)
-    if retrieval_heads not in (0, AUTO) and not ranked and calibration is not None:
-        raise DoflaError(
-            f"retrieval_heads is {retrieval_heads}, and the calibration ranks none: calibrate with the tokenizer "
-            "(dofla calibrate --retrieval-heads)"
-        )
+    count = 0 if retrieval_heads == AUTO else retrieval_heads
+    if not isinstance(count, int) or isinstance(count, bool) or count < 0:
+        raise DoflaError(f"retrieval_heads is {count!r}: give how many KV heads are to hold every token, auto, or 0")
+    if count > len(heads):
+        raise DoflaError(f"retrieval_heads is {count}: the model has {len(heads)} KV heads")
+    if count and calibration is not None and not calibration.retrieval:
+        raise DoflaError(f"retrieval_heads is {count}, and the calibration ranks none: calibrate with the tokenizer")
+    if count and calibration is None and not has_tokenizer:
+        raise DoflaError(f"retrieval_heads is {count}: give the tokenizer too, which writes needles into the text")
     if calibration is None:
-        count = 0 if isinstance(retrieval_heads, str) else retrieval_heads
         # The last head has the least share that measuring may find.
         shares = {x.name: [1.0] * x.kv_heads for x in sites}
         if head_budgets == "measured":

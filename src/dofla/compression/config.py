@@ -7,6 +7,7 @@ compresses the model's KV cache; no weight is quantized.
 """
 
 from collections.abc import Collection
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +25,11 @@ from dofla.integration.positions import positions_of
 from dofla.integration.self_samples import token_windows
 
 METHOD = "dofla_cache"
+_CALIBRATING = ("calibration", "data", "tokenizer")
 
 
 @register_quantization_config(METHOD)
+@dataclass(eq=False, repr=False)
 class CacheConfig(QuantizationConfigMixin):
     """The compression of the KV cache of the model that ``from_pretrained(..., quantization_config=...)`` opens.
 
@@ -40,35 +43,25 @@ class CacheConfig(QuantizationConfigMixin):
         tokenizer: of the model, default the one beside its weights.
     """
 
-    def __init__(
-        self,
-        size: str | int | None = None,
-        *,
-        ratio: float | None = None,
-        calibration: Calibration | str | Path | None = None,
-        data: str | None = None,
-        tokenizer: PreTrainedTokenizerBase | None = None,
-        context: int | None = None,
-        head_budgets: str = "measured",
-        retrieval_heads: int | str = AUTO,
-        evict: bool = True,
-        bits: float = BITS,
-        keep_softmax: Collection[str] = (),
-        prefill: str = "auto",
-    ) -> None:
-        self.quant_method = METHOD  # type: ignore[assignment] # registered: no member of their enumeration
-        self.calibration, self.data, self.tokenizer = calibration, data, tokenizer
-        self.options: dict[str, Any] = {
-            "size": size,
-            "ratio": ratio,
-            "context": context,
-            "head_budgets": head_budgets,
-            "retrieval_heads": retrieval_heads,
-            "evict": evict,
-            "bits": bits,
-            "keep_softmax": keep_softmax,
-            "prefill": prefill,
-        }
+    quant_method: Any = field(default=METHOD, init=False)  # registered: no member of their enumeration
+    size: str | int | None = None
+    _: KW_ONLY
+    ratio: float | None = None
+    calibration: Calibration | str | Path | None = None
+    data: str | None = None
+    tokenizer: PreTrainedTokenizerBase | None = None
+    context: int | None = None
+    head_budgets: str = "measured"
+    retrieval_heads: int | str = AUTO
+    evict: bool = True
+    bits: float = BITS
+    keep_softmax: Collection[str] = ()
+    prefill: str = "auto"
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Options of :func:`dofla.compress` but for what it calibrates by."""
+        return {name: value for name, value in vars(self).items() if name not in ("quant_method", *_CALIBRATING)}
 
     def to_dict(self) -> dict[str, Any]:
         given = {name: value for name, value in {"data": self.data, **self.options}.items() if value not in (None, ())}
@@ -80,9 +73,7 @@ class CacheConfig(QuantizationConfigMixin):
         if self.data is not None and self.calibration is None:
             tokenizer = tokenizer or tokenizer_of(model)
             assert tokenizer is not None
-            windows = token_windows(
-                self.data, tokenizer, model=model, **default_cut(positions_of(model), self.options["context"])
-            )
+            windows = token_windows(self.data, tokenizer, model=model, **default_cut(positions_of(model), self.context))
         return compress(model, windows, calibration=self.calibration, tokenizer=tokenizer, **self.options)
 
 

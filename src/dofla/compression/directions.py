@@ -117,21 +117,21 @@ def measure_directions(
     model: PreTrainedModel,
     batches: Iterable[Mapping[str, Tensor]],
     layers: Collection[str],
-    also: Callable[[AttentionCall], None] = lambda call: None,
+    also: Callable[[AttentionCall, int], None] = lambda call, number: None,
 ) -> dict[str, Directions]:
     """Measure the directions of layers, under softmax attention; the model may be converted or not.
 
     An error in a key counts by what queries make of it, one in a value by what the output projection does: the first
     linear layer of its module that runs after attention. Where that is none, all errors in values count alike. Some
-    thousand tokens are enough. ``also`` sees each call too. DoflaError for NaN in the activations, with layer and
-    batch.
+    thousand tokens are enough. ``also`` sees each call too, and the number of its batch. DoflaError for NaN in the
+    activations, with layer and batch.
     """
     found: dict[str, tuple[Moments, Moments, Moments]] = {}
     answered: list[str] = []
-    batch_number = -1
+    number = 0
 
     def look(call: AttentionCall) -> None:
-        call.check_finite(batch_number)
+        call.check_finite(number)
         answered.append(call.name)
         real = call.real_rows()
         heads = call.key.shape[1]
@@ -142,11 +142,10 @@ def measure_directions(
             before = found[call.name]
             queries, keys, values = before[0] + queries, before[1] + keys, before[2] + values
         found[call.name] = queries, keys, values
-        also(call)
+        also(call, number)
 
     with _outputs(model, layers, answered) as outputs, recording(model, layers, look):
-        for batch in batches:
-            batch_number += 1
+        for number, batch in enumerate(batches):  # noqa: B007 look sees it
             run_body(model, batch)
     names = {module: name for name, module in model.named_modules()}
     return {name: Directions.of(*found[name], names.get(outputs.get(name), "")) for name in layers}

@@ -39,15 +39,16 @@ def retention(model: PreTrainedModel, rule: Callable[[], Retention]) -> Iterator
     """
     layers = {model.get_submodule(name): layer for name, layer in Converted.of(model).layers.items()}
 
-    def attention(module: nn.Module, *inputs: Any, **kwargs: Any) -> tuple[Tensor, None]:
+    def attention(
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kwargs: Any
+    ) -> tuple[Tensor, None]:
         layer = layers.get(module)
         heads = None if layer is None else layer.compressed
         if layer is None or heads is None:
-            return softmax_attention(module, *inputs, **kwargs)[0], None
-        query, key, value, mask, _, scaling = inputs
+            return softmax_attention(module, query, key, value, mask, **kwargs)[0], None
         if mask is not None:
             raise DoflaError("another rule of eviction is tried on text without padding: leave the attention mask out")
-        query, scaling = standard_scaling(module, query, scaling)
+        query, scaling = standard_scaling(module, query, kwargs.get("scaling"))
         query, key = layer.smooth(query, key)
         out = value.new_empty(*query.shape[:-1], value.shape[-1])
         share = query.shape[1] // key.shape[1]

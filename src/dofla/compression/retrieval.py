@@ -83,19 +83,6 @@ def count_of(attention: Sequence[float]) -> int:
     return sum(own >= LEAST_ATTENTION for own in attention[: math.ceil(MOST_HEADS * len(attention))])
 
 
-def check_retrieval_heads(count: int | str, total: int, known: bool) -> None:
-    """DoflaError unless so many of the ``total`` KV heads can hold every token: fewer than none, more than all, or
-    heads that are neither ranked nor can be, without a tokenizer. ``auto`` is as many as can be."""
-    if count == AUTO:
-        return
-    if not isinstance(count, int) or isinstance(count, bool) or count < 0:
-        raise DoflaError(f"retrieval_heads is {count!r}: give how many KV heads are to hold every token, auto, or 0")
-    if count > total:
-        raise DoflaError(f"retrieval_heads is {count}: the model has {total} KV heads")
-    if count and not known:
-        raise DoflaError(f"retrieval_heads is {count}: give the tokenizer too, which writes needles into the text")
-
-
 def by_layer(heads: Sequence[Head]) -> dict[str, list[int]]:
     """Heads by the name of their layer, in order."""
     found: dict[str, list[int]] = {}

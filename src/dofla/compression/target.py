@@ -28,7 +28,7 @@ class Target:
     kind: str  # its class
     config: PreTrainedConfig
     sites: Mapping[str, AttentionSite]  # its attention modules by name
-    fingerprint: str  # of the shapes of its attention modules
+    fingerprint: str  # digest of the names and shapes of its attention modules
     weights: Sequence[float]  # a few of each of them, as bfloat16, in which most are kept
     positions: int | None  # that it has, if it says
     context: int | None = None  # tokens that the cache is for; None: all positions
@@ -45,9 +45,10 @@ class Target:
             check_numbers(context=context)
             check_context(context, positions)
         sites = attention_sites(model)
-        name, digest = model.config._name_or_path or kind, _fingerprint(sites)
-        weights = _a_few_weights(model, sites)
-        return cls(name, kind, model.config, sites, digest, weights, positions, context, keep_softmax or ())
+        shapes = [f"{x.name} {x.heads} {x.kv_heads} {x.head_dim} {x.value_dim}" for x in sites.values()]
+        fingerprint = hashlib.blake2b("\n".join(shapes).encode(), digest_size=8).hexdigest()
+        name, weights = model.config._name_or_path or kind, _a_few_weights(model, sites)
+        return cls(name, kind, model.config, sites, fingerprint, weights, positions, context, keep_softmax or ())
 
     @property
     def length(self) -> int | None:
@@ -75,8 +76,17 @@ class Target:
         check_left(self.config, self.kind, sites)
         return sites
 
-    def size(self, size: int | str | None, ratio: float | None) -> int:
-        """Bytes of the compressed cache; DoflaError as :func:`dofla.compression.size.size_or_ratio`."""
+    def size(self, size: int | str | None, ratio: float | None, evict: bool = True) -> int | None:
+        """Bytes of the compressed cache, None if nothing is evicted; DoflaError for a size of such a cache, and as
+        :func:`dofla.compression.size.size_or_ratio`."""
+        if not evict:
+            for what, value in (("size", size), ("ratio", ratio)):
+                if value is not None:
+                    raise DoflaError(
+                        f"{what} is {value!r} and evict is False: a cache that evicts nothing grows: leave the {what} "
+                        "out, or evict"
+                    )
+            return None
         cached = sum(x.kv_heads * (x.head_dim + x.value_dim) for x in self._chosen()) * torch.bfloat16.itemsize
         return size_or_ratio(size, ratio, self.length and self.length * cached, self.kind)
 
@@ -95,12 +105,6 @@ def tokenizer_of(model: PreTrainedModel, needed: bool = True) -> PreTrainedToken
             f"{model.name_or_path or type(model).__name__} has no tokenizer to calibrate with: give the tokenizer, "
             "windows of text, or a calibration"
         ) from error
-
-
-def _fingerprint(sites: Mapping[str, AttentionSite]) -> str:
-    """Digest of the names and shapes of attention modules."""
-    shapes = [f"{site.name} {site.heads} {site.kv_heads} {site.head_dim} {site.value_dim}" for site in sites.values()]
-    return hashlib.blake2b("\n".join(shapes).encode(), digest_size=8).hexdigest()
 
 
 @torch.no_grad()

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from dofla.errors import DoflaError
+from dofla.errors import DoflaError, first_line
 from dofla.storage.extras import extra
 
 Source = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
@@ -228,7 +228,7 @@ def _parquet(path: Path, text_field: str) -> Iterator[str]:
                 for record in batch.to_pylist():
                     yield _field(record, text_field, str(path))
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
-        raise DoflaError(f"{path}: not a readable Parquet file ({_first_line(error)}); check the file") from error
+        raise DoflaError(f"{path}: not a readable Parquet file ({first_line(error)}); check the file") from error
 
 
 def _dataset(source: str, text_field: str) -> Iterator[str]:
@@ -246,10 +246,6 @@ def _dataset_records(name: str, config: str | None, split: str, source: str) -> 
         yield from datasets.load_dataset(name, config, split=split, streaming=True)
     except Exception as error:  # the library lets those of its file systems, its network and its parsers through
         raise DoflaError(
-            f"{source}: no such file, and no dataset to be had ({_first_line(error)}); check the name "
+            f"{source}: no such file, and no dataset to be had ({first_line(error)}); check the name "
             "(name:config@split) and the network, or give a file"
         ) from error
-
-
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).splitlines()), "") or type(error).__name__

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Sized
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from dofla.errors import DoflaError, check_numbers
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, eq=False)
@@ -129,6 +131,14 @@ def batches(windows: Sized, batch_size: int) -> list[range]:
     check_numbers(batch_size=batch_size)
     count = len(windows)
     return [range(start, min(start + batch_size, count)) for start in range(0, count, batch_size)]
+
+
+def counted(parts: Sequence[T], progress: Callable[[int, int], None] | None) -> Iterator[T]:
+    """The parts, one by one; ``progress`` is called with (done, total) when the next one is asked for."""
+    for done, part in enumerate(parts, start=1):
+        yield part
+        if progress:
+            progress(done, len(parts))
 
 
 def predicted(batch: Mapping[str, torch.Tensor]) -> torch.Tensor:

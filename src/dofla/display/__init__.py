@@ -1,6 +1,6 @@
 """Display of results and of progress: tables as text and as HTML, and progress bars."""
 
-from dofla.display.progress import Bar, reporting, reports_progress, showing
+from dofla.display.progress import Bar, reporting, showing
 from dofla.display.tables import Part, Result, as_html, as_text, factor, figure, percent, size, table
 
 __all__ = [
@@ -13,7 +13,6 @@ __all__ = [
     "figure",
     "percent",
     "reporting",
-    "reports_progress",
     "showing",
     "size",
     "table",

@@ -5,7 +5,6 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import wraps
 from typing import ParamSpec, TypeVar
 
 from rich.console import Console
@@ -86,19 +85,3 @@ def reporting(label: str, progress: object, way: Callable) -> Iterator[Callable 
             yield progress if callable(progress) else None
         finally:
             _taken.reset(token)
-
-
-def reports_progress(label: str, way: Callable = Bar.__call__) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Decorates a function with an argument ``progress``, which may be True, the default, for a bar: within the
-    function it is a function to call, or None."""
-
-    def decorate(function: Callable[P, R]) -> Callable[P, R]:
-        @wraps(function)
-        def reported(*args: P.args, **given: P.kwargs) -> R:
-            with reporting(label, given.get("progress", True), way) as report:
-                given["progress"] = report
-                return function(*args, **given)
-
-        return reported
-
-    return decorate

@@ -76,11 +76,10 @@ def _paragraph(text: str) -> str:
 
 def _html_table(table: Table) -> str:
     columns = [(column.header, list(column.cells), column.justify) for column in table.columns]
-    title = f"<caption>{escape(str(table.title))}</caption>" if table.title else ""
     head = "".join(f"<th{_side(side)}>{_cell(title)}</th>" for title, _, side in columns)
     rows = zip(*([f"<td{_side(side)}>{_cell(cell)}</td>" for cell in cells] for _, cells, side in columns), strict=True)
     body = "".join(f"<tr>{''.join(row)}</tr>" for row in rows)
-    return f"<table>{title}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
 
 
 def _side(justify: str) -> str:

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from dofla.data import Images, TokenWindows
 from dofla.distillation.distributed import gather, make_alike
-from dofla.errors import DoflaError
+from dofla.errors import DoflaError, malformed
 from dofla.storage.files import cannot_write, write_json
 from dofla.storage.rank import is_main_process
 from dofla.storage.tensors import digest, read_tensors, write_tensors
@@ -84,10 +84,8 @@ class Checkpoint:
 
     def _load(self, path: Path) -> list[list[float]]:
         tensors, metadata = read_tensors(path, "remove it to start over")
-        try:
+        with malformed(f"{path} is damaged", "remove it to start over"):
             found, self._earlier = dict(json.loads(metadata["settings"])), float(metadata.get("seconds", 0))
-        except (KeyError, ValueError, TypeError, RecursionError) as error:
-            raise DoflaError(f"{path} is damaged ({error}): remove it to start over") from error
         for key, value in json.loads(json.dumps(self.settings)).items():
             if found.get(key) != value:
                 raise DoflaError(

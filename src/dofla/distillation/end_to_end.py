@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from dofla.data import Images, TokenWindows
-from dofla.display import Bar, reports_progress
+from dofla.display import Bar
 from dofla.distillation.calibrate import calibrate
 from dofla.distillation.checkpoint import Checkpoint
 from dofla.distillation.descent import Descent, checked_rate
@@ -18,7 +18,7 @@ from dofla.distillation.distributed import add_gradients, gather, to_device
 from dofla.distillation.history import History
 from dofla.distillation.objective import Objective
 from dofla.distillation.steps import Batches
-from dofla.distillation.trainable import WEIGHTS, layers_made_again, trainable
+from dofla.distillation.trainable import layers_made_again, trainable
 from dofla.errors import DoflaError, check_choice, check_numbers
 from dofla.integration.checkpoint import refuse_trained, write_lora
 from dofla.integration.converted import Converted
@@ -26,19 +26,15 @@ from dofla.integration.offload import check_in_memory
 from dofla.integration.placement import context_of
 from dofla.integration.reading import windows_for
 from dofla.integration.recorder import evaluation_mode
-from dofla.integration.wrapped import unwraps_its_model
-from dofla.storage.defaults import with_torchs_defaults
+from dofla.integration.wrapped import takes_model
 from dofla.storage.rank import is_main_process, rank, world_size
 
 PRECISIONS = (None, "bf16")
-_RATES = {"lora": {"maps": 2e-3, "weights": 1e-4}, "maps": {"maps": 2e-3}, "all": {"maps": 2e-3, "weights": 2e-5}}
-_WEIGHTS = {"lora": "low-rank updates of the weights", "all": "all weights"}
+_RATES = {"lora": {"maps": 2e-3, "weights": 1e-4}, "maps": {"maps": 2e-3}}
 _LONGEST_GRADIENT = 1.0
 
 
-@unwraps_its_model
-@with_torchs_defaults
-@reports_progress("distill end to end", Bar.losses)
+@takes_model("distill end to end", Bar.losses)
 def distill_end_to_end(
     student: PreTrainedModel,
     windows: TokenWindows | Images | Tensor | Mapping[str, Tensor],
@@ -82,10 +78,9 @@ def distill_end_to_end(
         batch_size: windows per forward pass, and process.
         accumulate: forward passes per step, and process.
         weights: what trains beside the feature maps: ``lora``, low-rank factors of every linear layer but the output
-            layer; ``maps``, nothing; ``all`` weights.
+            layer; ``maps``, nothing.
         lora_rank: of the factors.
-        learning_rates: of ``maps`` (default 2e-3) and ``weights`` (default 1e-4 for ``lora``, 2e-5 for ``all``); they
-            fall to 0 along a cosine.
+        learning_rates: of ``maps`` (default 2e-3) and ``weights`` (default 1e-4); they fall to 0 along a cosine.
         precision: ``bf16`` computes products in bfloat16; what trains is float32 in any case.
         gradient_checkpointing: compute the layers again for the backward pass, instead of keeping their activations.
         context: read the windows as if they began anywhere among so many positions; as for
@@ -111,12 +106,16 @@ def distill_end_to_end(
     layers = handle.layers
     refuse_trained(student)
     windows = windows_for(student, windows)
-    check_choice("weights", weights, sorted(WEIGHTS))
+    check_choice("weights", weights, _RATES)
     numbers = {"steps": steps, "batch_size": batch_size, "accumulate": accumulate, "lora_rank": lora_rank}
     check_numbers(**numbers, checkpoint_every=checkpoint_every)
     if precision not in PRECISIONS:
         raise DoflaError(f"unknown precision {precision!r}: choose bf16, or None")
-    rates = _rates(weights, learning_rates or {})
+    given = dict(learning_rates or {})
+    if unknown := given.keys() - _RATES[weights].keys():
+        known = " and ".join(_RATES[weights])
+        raise DoflaError(f"learning_rates names {min(unknown)!r}: weights={weights!r} trains {known}")
+    rates = {name: float(checked_rate(name, rate)) for name, rate in (_RATES[weights] | given).items()}
     context = context_of(handle, windows, context)
     if not layers or (weights == "maps" and not any(True for layer in layers.values() for _ in layer.parameters())):
         raise DoflaError("the feature maps of this plan have nothing to train: choose a plan that linearizes layers")
@@ -164,10 +163,10 @@ def distill_end_to_end(
             seconds = checkpoint.seconds
     if folder is not None and weights == "lora" and is_main_process():
         write_lora(student, Path(folder) / "lora")
-    how = "feature maps, end to end" if weights == "maps" else f"feature maps and {_WEIGHTS[weights]}, end to end"
+    what = "feature maps and low-rank updates of the weights" if weights == "lora" else "feature maps"
     options = {name: value for name, value in settings.items() if name != "loss"}
     call = "dofla.linear.distill_end_to_end(student, windows"
-    handle.record.add_distillation(how, windows, call, options, weights=weights != "maps")
+    handle.record.add_distillation(f"{what}, end to end", windows, call, options, weights=weights != "maps")
     return History([loss.name], torch.tensor(curve), seconds, settings)
 
 
@@ -182,11 +181,3 @@ def _gradients(loss: Objective, step: Sequence[Mapping[str, Tensor]], precision:
         part.backward()
         total += part.detach()
     return gather(total).sum().item()
-
-
-def _rates(weights: str, given: Mapping[str, float]) -> dict[str, float]:
-    rates = _RATES[weights]
-    for name in given:
-        if name not in rates:
-            raise DoflaError(f"learning_rates names {name!r}: weights={weights!r} trains {' and '.join(rates)}")
-    return {name: float(checked_rate(name, given.get(name, rate))) for name, rate in rates.items()}

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from dofla.attention import accumulable
-from dofla.data import Images, TokenWindows, batches
+from dofla.data import Images, TokenWindows, batches, counted
 from dofla.distillation.losses import divergence, log_kernel_errors, student_log_scores
 from dofla.integration.converted import Converted
 from dofla.integration.recorder import AttentionCall, recording, run_body
@@ -71,11 +71,8 @@ def attention_fidelity(
         kernels[call.name] = torch.logaddexp(kernels[call.name], kernel) if call.name in kernels else kernel
 
     with recording(model, layers, compare):
-        parts = batches(windows, batch_size)
-        for done, part in enumerate(parts, start=1):
+        for part in counted(batches(windows, batch_size), progress):
             run_body(model, windows.batch(part))
-            if progress:
-                progress(done, len(parts))
     found = {}
     for name, (error, square) in sums.items():
         output_error = (error / square).sqrt().item()

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from dofla.data import Images, TokenWindows
-from dofla.display import Bar, reports_progress
+from dofla.display import Bar
 from dofla.distillation.calibrate import calibrate
 from dofla.distillation.checkpoint import Checkpoint
 from dofla.distillation.descent import Descent, groups_of
@@ -26,14 +26,11 @@ from dofla.integration.offload import check_in_memory
 from dofla.integration.placement import context_of
 from dofla.integration.reading import windows_for
 from dofla.integration.recorder import evaluation_mode
-from dofla.integration.wrapped import unwraps_its_model
-from dofla.storage.defaults import with_torchs_defaults
+from dofla.integration.wrapped import takes_model
 from dofla.storage.rank import is_main_process, world_size
 
 
-@unwraps_its_model
-@with_torchs_defaults
-@reports_progress("distill", Bar.losses)
+@takes_model("distill", Bar.losses)
 def distill(
     student: PreTrainedModel,
     windows: TokenWindows | Images | Tensor | Mapping[str, Tensor],

@@ -11,7 +11,6 @@ from transformers import PreTrainedModel
 
 from dofla.data import predicted
 from dofla.integration.recorder import fed, mean_pooled, run_body
-from dofla.integration.trained import original_weights
 
 POSITIONS_AT_A_TIME = 128
 """Positions whose vocabularies of logits, of teacher and student, are in memory together."""
@@ -70,9 +69,7 @@ class Objective:
     def _divergence_of_slice(self, ours: Tensor, theirs: Tensor) -> Tensor:
         if self.head_apart:
             head = self.student.get_output_embeddings()
-            with torch.no_grad(), original_weights(self.student):
-                theirs = head(theirs)
-            ours = head(ours)
+            ours, theirs = head(ours), head(theirs)
         ours, theirs = (torch.log_softmax(x, dim=-1, dtype=torch.float32) for x in (ours, theirs))
         return F.kl_div(ours, theirs, log_target=True, reduction="sum")
 

@@ -1,11 +1,10 @@
 """The weights of a student that train end to end. They are kept if training succeeds, and restored if it fails."""
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 
-import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
@@ -14,9 +13,6 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from dofla.integration.converted import Converted
 from dofla.integration.lora import lora_factors, low_rank, merge_factors
 from dofla.integration.surgery import original
-from dofla.integration.trained import cast_weights, keep_original, put_back, weights_of
-
-WEIGHTS = ("lora", "maps", "all")
 
 
 @dataclass(frozen=True)
@@ -31,7 +27,7 @@ class Trainable:
 def trainable(student: Converted, weights: str, lora_rank: int) -> Iterator[Trainable]:
     """Within the block only the feature maps and what ``weights`` names have ``requires_grad``, all in float32:
     ``lora``, factors of rank ``lora_rank`` beside every linear layer but the output layer, drawn from the global
-    generator; ``all`` weights; ``maps``, nothing else.
+    generator; ``maps``, nothing else.
 
     When the block ends, what was learned is in the student, a stock model of the dtypes it had: low-rank factors are
     merged into its weights. If it fails, the student is as before. DoflaError if peft is not installed.
@@ -39,13 +35,9 @@ def trainable(student: Converted, weights: str, lora_rank: int) -> Iterator[Trai
     layers, model = student.layers.values(), student.model
     before = [{name: tensor.clone() for name, tensor in layer.state_dict().items()} for layer in layers]
     flags = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
-    parts: dict[str, Callable[[PreTrainedModel], AbstractContextManager[Trainable]]] = {
-        "lora": partial(_low_rank, rank=lora_rank),
-        "maps": _nothing_else,
-        "all": _all,
-    }
+    alone = nullcontext(Trainable({}, partial(original, model)))
     try:
-        with parts[weights](model) as part:
+        with _low_rank(model, lora_rank) if weights == "lora" else alone as part:
             model.requires_grad_(False)
             for parameter in (*part.weights.values(), *(p for layer in layers for p in layer.parameters())):
                 parameter.requires_grad_(True)
@@ -61,11 +53,6 @@ def trainable(student: Converted, weights: str, lora_rank: int) -> Iterator[Trai
 
 
 @contextmanager
-def _nothing_else(student: PreTrainedModel) -> Iterator[Trainable]:
-    yield Trainable({}, partial(original, student))
-
-
-@contextmanager
 def _low_rank(student: PreTrainedModel, rank: int) -> Iterator[Trainable]:
     with low_rank(student, rank) as wrapper:
 
@@ -78,21 +65,6 @@ def _low_rank(student: PreTrainedModel, rank: int) -> Iterator[Trainable]:
         yield Trainable(weights, teacher)
         factors = lora_factors(student)
     merge_factors(student, factors)
-
-
-@contextmanager
-def _all(student: PreTrainedModel) -> Iterator[Trainable]:
-    dtypes = {name: weight.dtype for name, weight in weights_of(student).items()}
-    # Small steps would be lost in the 8 bits of bfloat16. The teacher computes in float32 as well then.
-    cast_weights(student, {name: torch.promote_types(dtype, torch.float32) for name, dtype in dtypes.items()})
-    keep_original(student, weights_of(student))
-    try:
-        yield Trainable(weights_of(student), partial(original, student))
-    except BaseException:
-        put_back(student)
-        raise
-    finally:
-        cast_weights(student, dtypes)
 
 
 @contextmanager

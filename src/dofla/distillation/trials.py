@@ -7,18 +7,16 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from dofla.data import Images, TokenWindows, as_windows
-from dofla.display import Bar, reports_progress
+from dofla.display import Bar
 from dofla.distillation.fidelity import attention_fidelity
 from dofla.distillation.loop import distill
 from dofla.errors import DoflaError, check_numbers
-from dofla.integration.converted import Converted
 from dofla.integration.reading import windows_for
 from dofla.integration.recorder import evaluation_mode, fed, run_body
 from dofla.integration.surgery import answering, convert, describe, even_plan, original, restore
-from dofla.integration.wrapped import unwraps_its_model
+from dofla.integration.wrapped import takes_model
 from dofla.plans.curves import Curves, LayerCurve, Point
 from dofla.plans.hybrid import FEATURE_MAP, TOKEN_SHARE
-from dofla.storage.defaults import with_torchs_defaults
 
 LEVELS = (0.15, 0.4, 1.0, 2.5, 6.0)
 """Sizes that are tried, in budgets."""
@@ -27,9 +25,7 @@ OTHER_SHARES = (0.5, 0.9)
 largest size."""
 
 
-@unwraps_its_model
-@with_torchs_defaults
-@reports_progress("error curves", Bar.stage)
+@takes_model("error curves", Bar.stage)
 def measure_curves(
     model: PreTrainedModel,
     windows: TokenWindows | Images | Tensor | Mapping[str, Tensor],
@@ -91,11 +87,11 @@ def measure_curves(
         )
         student = convert(model, plan, seed=seed)
         try:
-            distill(student, training, loss="softmax", steps=steps, batch_size=batch_size, rows=rows, seed=seed)
-            fidelity = attention_fidelity(Converted.of(student), judging, batch_size=batch_size, seed=seed)
+            distill(model, training, loss="softmax", steps=steps, batch_size=batch_size, rows=rows, seed=seed)
+            fidelity = attention_fidelity(student, judging, batch_size=batch_size, seed=seed)
             errors = {name: own.head_kl for name, own in fidelity.items() if own.head_kl is not None}
             if (share, level) == (TOKEN_SHARE, 1.0):
-                effects = _effects(student, judging, errors, report)
+                effects = _effects(model, judging, errors, report)
         finally:
             restore(model)
         for name, found in errors.items():

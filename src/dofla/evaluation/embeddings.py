@@ -1,22 +1,14 @@
 """Sentence embeddings of an encoder before and after."""
 
 from collections.abc import Callable, Sequence
-from typing import TypedDict
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from dofla.data import Images, TokenWindows, batches
-from dofla.evaluation.sides import counted, of_both
+from dofla.data import Images, TokenWindows, batches, counted
+from dofla.evaluation.sides import of_both
 from dofla.integration.recorder import mean_pooled, run_body
-
-
-class EmbeddingFigures(TypedDict):
-    """The result of :func:`embedding_figures`."""
-
-    cosine: float
-    spearman: float
 
 
 @torch.no_grad()
@@ -26,19 +18,19 @@ def embedding_figures(
     *,
     batch_size: int = 32,
     progress: Callable[[int, int], None] | None = None,
-) -> EmbeddingFigures:
+) -> dict[str, float]:
     """Agreement of mean-pooled, normalized embeddings, as :class:`dofla.Evaluation` describes it; ``progress`` is
     called with (done, total) batches."""
     parts = counted(batches(windows, batch_size), progress)
-    rows = [of_both(model, _embed, windows.batch(part)) for part in parts]
+
+    def embed(model: PreTrainedModel, batch: dict[str, Tensor]) -> Tensor:
+        return mean_pooled(run_body(model, batch)["last_hidden_state"].float(), batch.get("attention_mask"))
+
+    rows = [of_both(model, embed, windows.batch(part)) for part in parts]
     original, ours = map(torch.cat, zip(*rows, strict=True))
     upper = torch.triu_indices(len(original), len(original), offset=1)
     similarities = [(e @ e.mT)[upper[0], upper[1]] for e in (original, ours)]
     return {"cosine": (original * ours).sum(dim=-1).mean().item(), "spearman": spearman(*similarities)}
-
-
-def _embed(model: PreTrainedModel, batch: dict[str, Tensor]) -> Tensor:
-    return mean_pooled(run_body(model, batch)["last_hidden_state"].float(), batch.get("attention_mask"))
 
 
 def spearman(x: Sequence[float] | Tensor, y: Sequence[float] | Tensor) -> float:

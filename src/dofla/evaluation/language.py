@@ -1,15 +1,15 @@
 """Next-token loss of original and converted model on the same text."""
 
 from collections.abc import Callable
-from typing import TypedDict
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from dofla.data import TokenWindows, batches, predicted
+from dofla.data import TokenWindows, batches, counted, predicted
 from dofla.errors import DoflaError
-from dofla.evaluation.sides import counted, of_both
+from dofla.evaluation.sides import of_both
 from dofla.integration.offload import device_of
 from dofla.integration.recorder import fed
 
@@ -17,18 +17,6 @@ LEAST_WINDOWS = 4
 """Fewer windows than these say nothing about how much other windows would differ: their loss has no interval."""
 _POSITIONS_AT_A_TIME = 8
 _DRAWS = 2000  # of a bootstrap
-
-
-class LanguageFigures(TypedDict):
-    """The result of :func:`next_token_figures`."""
-
-    tokens: int
-    original_loss: float
-    loss: float
-    loss_increase: float
-    loss_increase_interval: list[float] | None
-    kl: float
-    top1_agreement: float
 
 
 @torch.no_grad()
@@ -39,7 +27,7 @@ def next_token_figures(
     batch_size: int = 1,
     seed: int = 0,
     progress: Callable[[int, int], None] | None = None,
-) -> LanguageFigures:
+) -> dict[str, Any]:
     """Loss of original and converted model, loss increase, divergence and agreement, per token, as
     :class:`dofla.Evaluation` describes them; ``progress`` is called with (done, total) batches. Below
     :data:`LEAST_WINDOWS` there is no interval.

@@ -11,18 +11,21 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from dofla.data import Images, TokenWindows, batches
-from dofla.display import Part, Result, as_text, factor, figure, reports_progress, size, table
+from dofla.display import Part, Result, as_text, factor, figure, size, table
 from dofla.distillation.fidelity import LayerFidelity, attention_fidelity
-from dofla.evaluation.embeddings import EmbeddingFigures, embedding_figures
-from dofla.evaluation.language import LanguageFigures, next_token_figures
+from dofla.evaluation.embeddings import embedding_figures
+from dofla.evaluation.language import next_token_figures
 from dofla.evaluation.verdict import embedding_words, perplexity, verdict
 from dofla.integration.converted import Converted
 from dofla.integration.reading import windows_for
 from dofla.integration.recorder import evaluation_mode
 from dofla.integration.surgery import describe
-from dofla.integration.wrapped import unwraps_its_model
-from dofla.storage.defaults import with_torchs_defaults
+from dofla.integration.wrapped import takes_model
 
+_SECTIONS = {
+    "language": ("tokens", "original_loss", "loss", "loss_increase", "loss_increase_interval", "kl", "top1_agreement"),
+    "embeddings": ("cosine", "spearman"),
+}
 _ENDLESS = 1e4  # nats: the divergence of attention that does not see some token at all is astronomical as computed
 
 
@@ -68,11 +71,6 @@ class Evaluation(Result):
     cosine: float | None = None
     spearman: float | None = None
 
-    @property
-    def perplexity_increase(self) -> float | None:
-        """Fraction by which perplexity grows: ``exp(loss_increase) - 1``."""
-        return None if self.loss_increase is None else math.expm1(self.loss_increase)
-
     def parts(self, layers: bool = False) -> Iterator[Part]:
         """The figures to decide by, and a sentence about them; with ``layers``, a row per layer as well."""
         length = "" if self.length is None else f" of {self.length} tokens"
@@ -91,7 +89,7 @@ class Evaluation(Result):
         the original's, and the KL of its attention, where that is finite."""
         return as_text(self.parts(layers))
 
-    def _language(self, figures: LanguageFigures, length: int, before: int) -> Iterator[Part]:
+    def _language(self, figures: dict[str, Any], length: int, before: int) -> Iterator[Part]:
         both, after = table("", "original", "compressed", ""), self.state_bytes
         losses = figures["original_loss"], figures["loss"]
         increase, interval = figures["loss_increase"], figures["loss_increase_interval"]
@@ -111,7 +109,7 @@ class Evaluation(Result):
         yield shown
         yield f"\n{verdict(increase, interval, factor(before, after), length)}"
 
-    def _embeddings(self, figures: EmbeddingFigures) -> Iterator[Part]:
+    def _embeddings(self, figures: dict[str, float]) -> Iterator[Part]:
         shown = table("", "", show_header=False)
         shown.add_row("cosine of embeddings", figure(figures["cosine"]))
         shown.add_row("rank correlation of similarities", figure(figures["spearman"]))
@@ -131,10 +129,8 @@ class Evaluation(Result):
         """Plain data, for JSON: the seven figures from ``tokens`` on are under ``language``, the last two under
         ``embeddings``; what is not known of such a model is left out."""
         data: dict[str, Any] = {"model": self.model, "source": self.source, "windows": self.windows}
-        section, kind = (
-            ("embeddings", EmbeddingFigures) if self.loss_increase is None else ("language", LanguageFigures)
-        )
-        data[section] = {name: getattr(self, name) for name in kind.__annotations__}
+        section = "embeddings" if self.loss_increase is None else "language"
+        data[section] = {name: getattr(self, name) for name in _SECTIONS[section]}
         data["layers"] = {name: asdict(layer) for name, layer in self.layers.items()}
         if self.length is not None:
             data |= {"length": self.length, "softmax_bytes": self.softmax_bytes}
@@ -149,9 +145,7 @@ class Evaluation(Result):
         return cls(**{name: value for name, value in whole.items() if name in known} | {"layers": layers})
 
 
-@unwraps_its_model
-@with_torchs_defaults
-@reports_progress("evaluate")
+@takes_model("evaluate")
 def evaluate(
     model: PreTrainedModel,
     windows: TokenWindows | Images | Tensor | Mapping[str, Tensor],
@@ -189,7 +183,6 @@ def evaluate(
         return (lambda done, _: progress(before + done, first + then)) if callable(progress) else None
 
     with evaluation_mode(model):
-        figures: LanguageFigures | EmbeddingFigures
         if text is not None and model.can_generate():
             figures = next_token_figures(model, text, batch_size=batch_size, seed=seed, progress=after(0))
         else:

@@ -30,14 +30,14 @@ def prompts_of(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, new_tok
 
 def beginnings(
     windows: TokenWindows,
-    tokenizer: PreTrainedTokenizerBase | None,
+    tokenizer: PreTrainedTokenizerBase,
     *,
     prompts: int,
     prompt_tokens: int,
     new_tokens: int,
 ) -> list[Prompt]:
     """At most ``prompts`` prompts of ``prompt_tokens`` (fewer in shorter windows), one from each of the first windows:
-    the beginning of a document, or of a sentence, if ``tokenizer`` finds one. Padded windows that are too short are
+    the beginning of a document, or of a sentence, if there is one. Padded windows that are too short are
     passed over."""
     size, rows = min(prompt_tokens, windows.length), windows.input_ids
     if windows.attention_mask is not None:
@@ -46,10 +46,8 @@ def beginnings(
     return [Prompt(row[start : start + size], new_tokens) for row, start in zip(rows, starts, strict=False)]
 
 
-def _start(ids: list[int], tokenizer: PreTrainedTokenizerBase | None, size: int) -> int:
+def _start(ids: list[int], tokenizer: PreTrainedTokenizerBase, size: int) -> int:
     """Where a prompt of so many tokens begins best; 0 if nowhere else."""
-    if tokenizer is None:
-        return 0
     special, places = set(tokenizer.all_special_ids), range(len(ids) - size + 1)
     whole = [n for n in places if not special.intersection(ids[n + 1 : n + size])]
     documents = (n for n in whole if ids[n] in special)
@@ -60,15 +58,12 @@ def _start(ids: list[int], tokenizer: PreTrainedTokenizerBase | None, size: int)
 def continuations(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt]
 ) -> list[dict[str, Any]]:
-    """Greedy continuations of each prompt: ``prompt``, ``original``, ``model``, and how many tokens ``agree``."""
+    """Greedy continuations of each prompt: ``prompt``, ``original`` and ``model``."""
     rows = []
     for ids, new_tokens in prompts:
-        original, ours = of_both(model, _continuation, ids, new_tokens, tokenizer.pad_token_id or 0)
-        shared = min(len(original), len(ours))
-        differ = (original[:shared] != ours[:shared]).nonzero()
-        texts = [tokenizer.decode(t, skip_special_tokens=True) for t in (ids, original, ours)]
-        agree = int(differ[0]) if len(differ) else shared
-        rows.append(dict(zip(("prompt", "original", "model"), texts, strict=True)) | {"agree": agree})
+        both = of_both(model, _continuation, ids, new_tokens, tokenizer.pad_token_id or 0)
+        texts = [tokenizer.decode(t, skip_special_tokens=True) for t in (ids, *both)]
+        rows.append(dict(zip(("prompt", "original", "model"), texts, strict=True)))
     return rows
 
 

@@ -1,6 +1,6 @@
-"""The two sides of every figure, original and converted model, by one code path; and progress over what is read."""
+"""The two sides of every figure, original and converted model, by one code path."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from typing import Concatenate, ParamSpec, TypeVar
 
 from transformers import PreTrainedModel
@@ -18,11 +18,3 @@ def of_both(
     with original(model):
         before = measure(model, *args, **given)
     return before, measure(model, *args, **given)
-
-
-def counted(parts: Sequence[T], progress: Callable[[int, int], None] | None) -> Iterator[T]:
-    """The parts, one by one; ``progress`` is called with (done, total) when the next one is asked for."""
-    for done, part in enumerate(parts, start=1):
-        yield part
-        if progress:
-            progress(done, len(parts))

@@ -12,7 +12,7 @@ up to which it is of use where memory decides: perplexity 11 % and 35 % higher."
 LIKENESS = (0.98, 0.9)
 """The same for an encoder: the smaller of the cosine of embeddings and the rank correlation of similarities."""
 
-_WORDS = {"use": "Close to the original", "care": "Worse than the original", "no": "Far from the original"}
+_WORDS = {"close": "Close to the original", "worse": "Worse than the original", "far": "Far from the original"}
 _BETTER = (
     "The compressed model predicts this text better than the original: the text is unlike the original's training "
     "text. Compare the KL divergence."
@@ -24,16 +24,11 @@ def worst_of(increase: float, interval: Sequence[float] | None) -> float:
     return increase if interval is None else interval[1]
 
 
-def level(worst: float) -> str:
-    """``use``, ``care`` or ``no``, by what :func:`worst_of` says; NaN is ``no``."""
-    close, usable = LOSSES
-    return "use" if worst <= close else "care" if worst <= usable else "no"
-
-
-def likeness_level(worst: float) -> str:
-    """The same of an encoder, by the smaller of the cosine and the rank correlation of embeddings."""
-    close, usable = LIKENESS
-    return "use" if worst >= close else "care" if worst >= usable else "no"
+def level(worst: float, limits: tuple[float, float] = LOSSES) -> str:
+    """``close``, ``worse`` or ``far``, by what :func:`worst_of` says; or, with :data:`LIKENESS`, by the smaller of the
+    cosine and the rank correlation of embeddings. NaN is ``far``."""
+    close, usable = (worst >= limit if limits == LIKENESS else worst <= limit for limit in limits)
+    return "close" if close else "worse" if usable else "far"
 
 
 def verdict(increase: float, interval: Sequence[float] | None, smaller: str, length: int) -> str:
@@ -49,7 +44,7 @@ def verdict(increase: float, interval: Sequence[float] | None, smaller: str, len
 
 def embedding_words(likeness: float) -> str:
     """One sentence on ``likeness``, the smaller of the cosine and the rank correlation of embeddings."""
-    return f"{_WORDS[likeness_level(likeness)]}: its embeddings agree by {figure(likeness)}."
+    return f"{_WORDS[level(likeness, LIKENESS)]}: its embeddings agree by {figure(likeness)}."
 
 
 def perplexity(increase: float) -> str:

@@ -47,13 +47,6 @@ class AttachedLayer(AttentionLayer):
         return super()._apply(move_only, recurse)
 
 
-def softmax_implementation(model: PreTrainedModel) -> str:
-    """The attention a model not yet converted runs with. Ours in its place (asked for when loading, or taken over
-    with the config of a converted model) says nothing; then it is the model's default."""
-    name = model.config._attn_implementation
-    return model.get_correct_attn_implementation(None) if name == LINEAR else name
-
-
 def attach(model: PreTrainedModel, plan: Plan) -> list[AttachedLayer]:
     """Add the submodules and hooks of the plan's converted layers; nothing is switched on yet. DoflaError, before
     anything is allocated, for a layer that the model does not have, or that cannot be of its sizes."""
@@ -102,7 +95,10 @@ def _module_of(model: PreTrainedModel, layer: LayerPlan, positions: int | None) 
 
 
 def switch_on(model: PreTrainedModel) -> None:
-    """Let a model with maps attached use them, and say that what it has read cannot be taken back."""
+    """Let a model with layers attached use them, and say that what it has read cannot be taken back."""
+    before = model.config._attn_implementation
+    # Ours, asked for when loading or taken over with the config of a converted model, says nothing.
+    setattr(model, SOFTMAX, model.get_correct_attn_implementation(None) if before == LINEAR else before)
     model.set_attn_implementation(LINEAR)
     model._is_stateful = True
 

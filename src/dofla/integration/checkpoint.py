@@ -2,11 +2,9 @@
 
 import logging
 import shutil
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 import transformers
 from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
@@ -14,7 +12,7 @@ from transformers.pytorch_utils import Conv1D
 from transformers.utils import CONFIG_NAME
 
 from dofla.attention.coding.coder import check_coders
-from dofla.errors import DoflaError, about
+from dofla.errors import DoflaError, about, first_line
 from dofla.integration.contents import ADAPTER, AdapterConfig, check_model
 from dofla.integration.converted import Converted, is_converted
 from dofla.integration.hub import fetch, hub_name
@@ -28,7 +26,7 @@ from dofla.integration.record import RECORD, Record
 from dofla.integration.room import warn_of_memory
 from dofla.integration.saving import completed_record
 from dofla.integration.surgery import convert, restore
-from dofla.integration.trained import is_trained, keep_original, lora_of, weights_of
+from dofla.integration.trained import is_trained, lora_of
 from dofla.plans.plan import Plan
 from dofla.storage.files import new_folder, read_json, sha256, write_json
 from dofla.storage.rank import is_main_process
@@ -37,12 +35,12 @@ from dofla.storage.tensors import read_tensors, write_tensors
 logger = logging.getLogger(__name__)
 
 WEIGHTS = "dofla.safetensors"
-LORA, TRAINED = "lora.safetensors", "weights.safetensors"
+LORA = "lora.safetensors"
 _FORMAT = 2
 _GIVE_IT = "base_model=FOLDER_OR_NAME (behind --set on the command line) says where it is"
 _PLAN = "plan.json"
-_FILES = [ADAPTER, WEIGHTS, LORA, TRAINED, _PLAN, RECORD]
-_CHECKED = (_PLAN, WEIGHTS, LORA, TRAINED)
+_FILES = [ADAPTER, WEIGHTS, LORA, _PLAN, RECORD]
+_CHECKED = (_PLAN, WEIGHTS, LORA)
 """Files whose SHA-256 the adapter's description holds: weights that a bit has changed in would only answer worse."""
 
 
@@ -57,7 +55,7 @@ def feature_map_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
 
 def save_adapter(model: PreTrainedModel, folder: str | Path) -> Path:
     """Write only the feature maps and the plan, with a pointer to the base model, a record and a model card; and, of a
-    model that was trained end to end, the low-rank factors or weights it has learned.
+    model that was trained end to end, the low-rank factors it has learned.
 
     Args:
         model: a converted model. Its base model is named as on the hub where that is known: it was opened by that name
@@ -84,8 +82,6 @@ def write_adapter(model: PreTrainedModel, folder: Path) -> None:
     write_tensors(folder / WEIGHTS, feature_map_tensors(model))
     if lora_of(model):
         write_lora(model, folder)
-    elif is_trained(model):
-        write_tensors(folder / TRAINED, weights_of(model))
     write_json(folder / _PLAN, Converted.of(model).plan.to_dict())
     description = {"format": _FORMAT, "base_model": base_of(model), "class": type(model).__name__}
     digests = {name: sha256(folder / name) for name in _CHECKED if (folder / name).exists()}
@@ -167,8 +163,8 @@ def load_any(
         raise DoflaError(f"{folder} is the adapter of a base model: {error}; {_GIVE_IT}") from error
     with about(folder / _PLAN):
         # The base of a converted model that was opened from a standalone checkpoint is that checkpoint.
-        convert(restore(model) if is_converted(model) else model, plan)
-    return _apply(model, folder)
+        converted = convert(restore(model) if is_converted(model) else model, plan)
+    return _apply(converted, folder)
 
 
 def _description(folder: Path) -> dict[str, Any]:
@@ -196,29 +192,27 @@ def apply_adapter(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
     """Give a model, just converted by the adapter's plan, the adapter's feature maps and record, and its weights if it
     has any. DoflaError for a file that is missing, damaged, or does not fit."""
     _description(folder)
-    return _apply(model, folder)
+    return _apply(Converted.of(model), folder)
 
 
-def _apply(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
+def _apply(converted: Converted, folder: Path) -> PreTrainedModel:
+    model = converted.model
     where, again = str(folder / WEIGHTS), "; a converted model of an earlier version must be made again"
     tensors, _ = read_tensors(where)
-    _check_alike(tensors, feature_map_tensors(model), f"{where} does not fit its plan", again)
-    for name, layer in Converted.of(model).layers.items():
+    own = feature_map_tensors(model)
+    if odd := sorted(tensors.keys() ^ own.keys()):
+        raise DoflaError(f"{where} does not fit its plan: {odd[0]} is on one side only{again}")
+    for name, tensor in own.items():
+        if tensors[name].shape != tensor.shape:
+            found = list(tensors[name].shape)
+            raise DoflaError(f"{where} does not fit its plan: {name} is {found}, not {list(tensor.shape)}")
+    for name, layer in converted.layers.items():
         layer.load_state_dict({key: tensors[f"{name}.{key}"] for key in layer.state_dict()})
     check_coders(model, where)
     if (folder / LORA).exists():
         merge_lora(model, folder)
-    elif (folder / TRAINED).exists():
-        refuse_trained(model)
-        check_in_memory(model, "adding trained weights")
-        (tensors, _), weights = read_tensors(folder / TRAINED), weights_of(model)
-        _check_alike(tensors, weights, f"{folder / TRAINED} is for another model")
-        keep_original(model, weights)
-        with torch.no_grad():
-            for name, weight in weights.items():
-                weight.copy_(tensors[name])
     record = Record.load(folder / RECORD)
-    record.base_model = record.base_model or model.config.quantization_config.record.base_model
+    record.base_model = record.base_model or converted.record.base_model
     model.config.quantization_config.record = record
     return model
 
@@ -276,15 +270,6 @@ def refuse_trained(model: PreTrainedModel) -> None:
         )
 
 
-def _check_alike(found: Mapping[str, Tensor], own: Mapping[str, Tensor], what: str, way_out: str = "") -> None:
-    """DoflaError that says ``what`` is wrong unless names and shapes are the same; ``way_out`` if names are not."""
-    if odd := sorted(found.keys() ^ own.keys()):
-        raise DoflaError(f"{what}: {odd[0]} is on one side only{way_out}")
-    for name, tensor in own.items():
-        if found[name].shape != tensor.shape:
-            raise DoflaError(f"{what}: {name} is {list(found[name].shape)}, not {list(tensor.shape)}")
-
-
 def class_of(config: PreTrainedConfig, class_name: str | None = None, trust_remote_code: bool = False) -> type[Any]:
     """The class of transformers that opens a checkpoint with this config: the one that it names, or that is named over
     it; an auto class where there is none, or where the checkpoint's own code may run."""
@@ -320,8 +305,7 @@ def load_model(
         warn_of_memory(config, getattr(auto, "from_config", auto), kwargs)
         model, loaded = auto.from_pretrained(name, **options, **kwargs)
     except Exception as error:  # a config with a wrong field fails in any way
-        first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise DoflaError(f"cannot load model {str(name)!r}: {first_line}") from error
+        raise DoflaError(f"cannot load model {str(name)!r}: {first_line(error)}") from error
     if class_name not in (None, type(model).__name__):
         raise DoflaError(
             f"{name} opens as {type(model).__name__} and is to be a {class_name}, which transformers "

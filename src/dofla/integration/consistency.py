@@ -62,19 +62,28 @@ def _fault(model: PreTrainedModel, seed: int, padded: bool) -> str | None:
     except Exception as error:  # code of any family, of which any may come
         return f"a call with a cache fails ({type(error).__name__}: {str(error)[:160]})"
     difference = 0.0 if parts is None else _difference(whole, parts, padded)
-    if difference <= _tolerated(model):
+    if difference <= _tolerated(model.dtype):
         return None
     return f"with a cache it answers otherwise than in one pass (relative difference {difference:.2g})"
 
 
-def _tolerated(model: PreTrainedModel) -> float:
-    return max(TOLERATED, 16 * torch.finfo(model.dtype).eps)
+def _tolerated(dtype: torch.dtype) -> float:
+    return max(TOLERATED, 16 * torch.finfo(dtype).eps)
 
 
 def _both_ways(model: PreTrainedModel, seed: int, padded: bool) -> tuple[Tensor, list[Tensor] | None]:
-    """Outputs of one pass [rows, n, ...], and of each call with a cache after it; None if the model keeps none."""
-    ids = _rows(model, seed, padded)
-    options: dict[str, Any] = {}
+    """Outputs of one pass [rows, n, ...] over tokens that stand for nothing else, and of each call with a cache after
+    it; None if the model keeps none."""
+    config = model.config.get_text_config()
+    special = {
+        number
+        for own in (config, model.config)
+        for name, number in vars(own).items()
+        if name.endswith(("token_id", "token_index")) and isinstance(number, int)
+    }
+    plain = [n for n in range(min(config.vocab_size, 4 * TOKENS + len(special))) if n not in special] or [0]
+    chosen = torch.randint(len(plain), (3 if padded else 1, TOKENS), generator=torch.Generator().manual_seed(seed))
+    ids, options = torch.tensor(plain)[chosen].to(device_of(model)), dict[str, Any]()
     whole = _call(model, ids, padded, torch.ones_like(ids), 0, use_cache=False)[0]
     parts, seen = [], 0
     pieces, masks = _pieces(ids, padded)
@@ -89,20 +98,6 @@ def _both_ways(model: PreTrainedModel, seed: int, padded: bool) -> tuple[Tensor,
     if any(len(out) != len(ids) or out.shape[1] != length for out, length in zip(parts, CALLS, strict=True)):
         return whole, None
     return whole, parts
-
-
-def _rows(model: PreTrainedModel, seed: int, padded: bool) -> Tensor:
-    """Tokens [rows, n] that stand for nothing else."""
-    config = model.config.get_text_config()
-    special = {
-        number
-        for own in (config, model.config)
-        for name, number in vars(own).items()
-        if name.endswith(("token_id", "token_index")) and isinstance(number, int)
-    }
-    plain = [n for n in range(min(config.vocab_size, 4 * TOKENS + len(special))) if n not in special] or [0]
-    chosen = torch.randint(len(plain), (3 if padded else 1, TOKENS), generator=torch.Generator().manual_seed(seed))
-    return torch.tensor(plain)[chosen].to(device_of(model))
 
 
 def _pieces(ids: Tensor, padded: bool) -> tuple[list[Tensor], list[Tensor]]:
@@ -167,6 +162,6 @@ def _first(model: PreTrainedModel, padded: bool) -> str:
             return next(name for name, module in modules.items() if module is called[-1])
     for name, module in modules.items():
         once = len(outputs[module]) == 1 + len(CALLS)  # in each call; otherwise nothing can be said
-        if once and _difference(outputs[module][0], outputs[module][1:], padded) > _tolerated(model):
+        if once and _difference(outputs[module][0], outputs[module][1:], padded) > _tolerated(model.dtype):
             return name
     return [*modules][-1]

@@ -69,19 +69,23 @@ class AttentionRows:
 
 
 class Reservoir:
-    """A uniform sample of a layer's queries and keys, of fixed size, from a stream of any length.
+    """A uniform sample of a layer's queries and keys, of fixed size, from a stream of any length, and the Gram matrix
+    of the attention kernel on them: the paper's.
 
     Half of the candidates are keys, half are queries, each of a query head drawn at random from its group. The draw
     is the same for all heads. Every candidate gets a random number and the largest ``size`` stay (reservoir sampling
-    by random keys), so each of them is equally likely to be kept.
+    by random keys), so each of them is equally likely to be kept. It does not matter which windows they are of.
     """
 
-    def __init__(self, size: int, generator: torch.Generator) -> None:
+    samples: ClassVar[int] = 1024
+    normalization: ClassVar[str] = "trace"
+
+    def __init__(self, size: int, windows: int, generator: torch.Generator) -> None:
         self.size, self.generator = size, generator
         self.tags = torch.empty(0)
         self.vectors = torch.empty(0, 0, 0)  # [Hkv, n, d]
 
-    def add(self, call: AttentionCall) -> None:
+    def add(self, call: AttentionCall, part: Sequence[int]) -> None:
         """Offer all queries and keys of a call."""
         batch, kv_heads, length, head_dim = call.key.shape
         groups = call.query.shape[1] // kv_heads
@@ -102,29 +106,15 @@ class Reservoir:
         self.vectors = torch.cat(parts, dim=1)
         self.tags = torch.cat([candidates[old], tags[torch.cat([keys, queries + batch * length])]])
 
-
-class QueriesAndKeys:
-    """A reservoir of a layer's queries and keys, and the Gram matrix of the attention kernel on them: the paper's."""
-
-    samples: ClassVar[int] = 1024
-    normalization: ClassVar[str] = "trace"
-
-    def __init__(self, samples: int, windows: int, generator: torch.Generator) -> None:
-        self.reservoir = Reservoir(samples, generator)
-
-    def add(self, call: AttentionCall, part: Sequence[int]) -> None:
-        """Offer all vectors of a call."""
-        self.reservoir.add(call)
-
     def spectra(self, scaling: float) -> list[Spectrum]:
         """The spectra of the KV heads, each with eigenvalues [J] and those of subsamples."""
         # Keys stand together, and so do queries: by tag they are in random order, as subsamples have to be.
-        order = self.reservoir.tags.argsort()
-        return [gram_spectrum(vectors, scaling) for vectors in self.reservoir.vectors[:, order]]
+        order = self.tags.argsort()
+        return [gram_spectrum(vectors, scaling) for vectors in self.vectors[:, order]]
 
 
-ESTIMATORS: dict[str, type[AttentionRows] | type[QueriesAndKeys]] = {
+ESTIMATORS: dict[str, type[AttentionRows] | type[Reservoir]] = {
     "attention": AttentionRows,
-    "paper": QueriesAndKeys,
+    "paper": Reservoir,
 }
 """Estimators for one layer, with defaults for the number of samples and the normalization of their Gram matrices."""

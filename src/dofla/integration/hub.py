@@ -10,7 +10,7 @@ from huggingface_hub.constants import REPO_ID_SEPARATOR
 from huggingface_hub.errors import HFValidationError, HTTPError, OfflineModeIsEnabled
 from huggingface_hub.utils import validate_repo_id
 
-from dofla.errors import DoflaError
+from dofla.errors import DoflaError, first_line
 from dofla.integration.model_card import README, by_hand
 
 _PATIENCE = 3
@@ -70,8 +70,7 @@ def fetch(name: str, files: list[str]) -> Path:
     try:
         return Path(snapshot_download(name, allow_patterns=files))
     except _UNREACHABLE as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise DoflaError(f"{name} is not a folder, and the hub does not give it: {reason}") from error
+        raise DoflaError(f"{name} is not a folder, and the hub does not give it: {first_line(error)}") from error
 
 
 def upload(api: HfApi, folder: Path, name: str, optional: list[str], *, revision: str | None, **options: Any) -> str:

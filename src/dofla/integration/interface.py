@@ -157,23 +157,16 @@ def token_by_token() -> Iterator[None]:
 
 @torch.compiler.disable
 def recording_attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    **kwargs: Any,
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, Tensor | None]:
     """Attention that shows its inputs to the visitor of :func:`visiting` first."""
     if computed_instead(module.config):
-        return dofla_attention(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
+        return dofla_attention(module, query, key, value, attention_mask, **kwargs)
     visit, run = _visitor.get() or (None, softmax_attention)
     attention_mask = plain_mask(attention_mask, module)
     if visit is not None:
-        visit(module, query, key, value, attention_mask, scaling, kwargs)
-    return run(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
+        visit(module, query, key, value, attention_mask, kwargs.get("scaling"), kwargs)
+    return run(module, query, key, value, attention_mask, **kwargs)
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from transformers.models.auto import modeling_auto
 
 import dofla
-from dofla.display import factor
+from dofla.display import factor, size
 from dofla.integration.record import Figure, Record
 from dofla.plans.plan import Plan, held_out_line
 from dofla.storage.files import replacing
@@ -104,8 +104,8 @@ def model_card(plan: Plan, record: Record, *, adapter: bool, name: str, tags: Se
         bits=_range([layer.bits for layer in plan.compressed]) if plan.compressed else "",
         record=record,
         measured="head_budgets" in plan.made_by,
-        state=_size(state),
-        cache=_size(plan.softmax_bytes(_CONTEXT, dtype)),
+        state=size(state),
+        cache=size(plan.softmax_bytes(_CONTEXT, dtype)),
         grows=len(plan.converted) < len(plan.layers) or plan.growing,
         evicts=any(not size.grows for layer in plan.compressed for size in layer.sizes),
         factor=factor(plan.softmax_bytes(_CONTEXT, dtype), state),
@@ -133,7 +133,7 @@ def _made_by(plan: Plan) -> Iterator[str]:
             head_budgets = [share for own in value.values() for share in own]
             yield f"KV heads have {min(head_budgets):.2f} to {max(head_budgets):.2f} times the bytes of an even split"
         elif key == "size":
-            yield f"size {_size(value)}"
+            yield f"size {size(value)}"
         elif key == "retrieval_heads":
             yield f"{sum(map(len, value.values()))} retrieval heads"
         elif key not in ("normalization", "held_out", "evict"):
@@ -186,10 +186,6 @@ def _figure_row(figure: Figure, commands: list[str]) -> list[str]:
 
 def _cell(text: str) -> str:
     return " ".join(text.replace("|", "\\|").split())
-
-
-def _size(count: int) -> str:
-    return f"{count / 2**20:.2f} MiB" if count >= 2**20 else f"{count / 2**10:.1f} KiB"
 
 
 def _digest(text: str) -> str:

@@ -7,18 +7,16 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from dofla.data import Images, TokenWindows
-from dofla.display import Bar, reports_progress
+from dofla.display import Bar
 from dofla.errors import DoflaError, check_choice
 from dofla.integration.converted import is_converted
 from dofla.integration.estimators import ESTIMATORS
-from dofla.integration.positions import positions_of
 from dofla.integration.reading import windows_for
 from dofla.integration.recorder import AttentionCall, read_windows
 from dofla.integration.sites import AttentionSite, attention_sites, check_kept, check_left, refuse
-from dofla.integration.wrapped import unwraps_its_model
+from dofla.integration.wrapped import takes_model
 from dofla.profiles.profile import HeadStatistics, LayerProfile, Profile, SkippedLayer
 from dofla.profiles.spectrum import NORMALIZATIONS
-from dofla.storage.defaults import with_torchs_defaults
 
 MASS_FIRST = (1, 4)
 MASS_LAST = (4, 8, 16, 32)
@@ -32,60 +30,40 @@ class Tally:
     def __init__(self, generator: torch.Generator) -> None:
         self.generator = generator
         self.sums: dict[str, Tensor] = {}
-        self.peaks: dict[str, Tensor] = {}
-        self.tokens, self.rows = 0, 0
+        self.rows = 0
 
     def add(self, call: AttentionCall) -> None:
-        """Look at one call: norms of all vectors, attention weights of a few rows."""
-        batch, kv_heads, length, _ = call.key.shape
-        groups = call.query.shape[1] // kv_heads
-        real = call.real_rows()
-        self.tokens += int(real.sum())
-        for name, vectors in (("query_norm", call.query), ("key_norm", call.key)):
-            norms = vectors.float().norm(dim=-1).masked_fill(~real.unsqueeze(1), 0)
-            norms = norms.view(batch, kv_heads, -1, length)
-            self._add(f"{name}_mean", norms.sum(dim=(0, 2, 3)) / norms.shape[2])
-            peak = norms.amax(dim=(0, 2, 3))
-            self.peaks[f"{name}_max"] = torch.maximum(self.peaks.get(f"{name}_max", peak), peak)
-
-        rows = call.random_rows(_ROWS, self.generator)
+        """Look at the attention weights of a few rows of one call."""
+        kv_heads, length = call.key.shape[1:3]
+        real, rows = call.real_rows(), call.random_rows(_ROWS, self.generator)
         counted = real[:, rows]  # [B, R]
         self.rows += int(counted.sum())
-        log_weights = call.log_weights(rows).view(batch, kv_heads, groups, len(rows), length)
+        log_weights = call.log_weights(rows).unflatten(1, (kv_heads, -1))  # [B, Hkv, G, R, L]
         weights = log_weights.exp() * counted[:, None, None, :, None]
-        self._add("entropy", self._per_head(-(weights * log_weights.clamp_min(-1e4)).sum(dim=-1)))
+        self._add("entropy", -weights * log_weights.clamp_min(-1e4))
         first = real.cumsum(-1)[:, None, :]  # rank of each key among the real ones, from 1
         distance = rows[:, None] - torch.arange(length, device=rows.device)
         for n in MASS_FIRST:
-            self._add(f"first {n}", self._mass(weights, (first <= n).expand(-1, len(rows), -1)))
+            self._add(f"first {n}", weights * (first <= n)[:, None, None])
         for n in MASS_LAST:
             near = distance < n if call.causal else distance.abs() < n
-            self._add(f"last {n}", self._mass(weights, near.expand(batch, -1, -1)))
-
-    def _mass(self, weights: Tensor, where: Tensor) -> Tensor:
-        return self._per_head((weights * where[:, None, None]).sum(dim=-1))
-
-    def _per_head(self, values: Tensor) -> Tensor:
-        return values.mean(dim=2).sum(dim=(0, 2))
+            self._add(f"last {n}", weights * near)
 
     def _add(self, name: str, values: Tensor) -> None:
-        self.sums[name] = self.sums.get(name, 0) + values.double()
+        """Values [B, Hkv, G, R, L], which are summed up along rows."""
+        self.sums[name] = self.sums.get(name, 0) + values.sum(-1).mean(dim=2).sum(dim=(0, 2)).double()
 
     def statistics(self) -> list[HeadStatistics]:
         """The means so far, one entry per KV head."""
-        means = {k: v / (self.tokens if k.endswith("_mean") else self.rows) for k, v in self.sums.items()}
         result = []
-        for head in range(len(means["entropy"])):
-            plain = {k: round(v[head].item(), 5) for k, v in (means | self.peaks).items()}
-            first = {n: plain.pop(f"first {n}") for n in MASS_FIRST}
-            last = {n: plain.pop(f"last {n}") for n in MASS_LAST}
-            result.append(HeadStatistics(**plain, mass_first=first, mass_last=last))
+        for head in range(len(self.sums["entropy"])):
+            means = {name: round(sums[head].item() / self.rows, 5) for name, sums in self.sums.items()}
+            first, last = {n: means[f"first {n}"] for n in MASS_FIRST}, {n: means[f"last {n}"] for n in MASS_LAST}
+            result.append(HeadStatistics(means["entropy"], first, last))
         return result
 
 
-@unwraps_its_model
-@with_torchs_defaults
-@reports_progress("profile", Bar.stage)
+@takes_model("profile", Bar.stage)
 def profile(
     model: PreTrainedModel,
     windows: TokenWindows | Images | Tensor | Mapping[str, Tensor],
@@ -158,7 +136,6 @@ def profile(
         normalization=normalization,
         skipped=skipped,
         dtype=str(model.dtype).removeprefix("torch."),
-        positions=positions_of(model),
         estimator=estimator,
     )
 

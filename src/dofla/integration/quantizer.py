@@ -17,7 +17,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from dofla.attention.coding.coder import check_coders
 from dofla.errors import DoflaError
-from dofla.integration.attaching import SOFTMAX, attach, renamed, softmax_implementation, switch_on
+from dofla.integration.attaching import attach, renamed, switch_on
 from dofla.integration.checksums import CHECKSUMS, check_checksums
 from dofla.integration.offload import keep_in_memory
 from dofla.integration.record import Record
@@ -44,10 +44,6 @@ class DoflaConfig(QuantizationConfigMixin):
         self.plan = Plan.from_dict(plan, "quantization_config")
         self.of_weights: HfQuantizer | None = None
 
-    @classmethod
-    def from_plan(cls, plan: Plan) -> DoflaConfig:
-        return cls(**plan.to_dict())
-
     def get(self, name: str, default: Any = None) -> Any:
         """A field, as of a dictionary: for that transformers takes what is in a config that it is handed."""
         return self.to_dict().get(name, default)
@@ -73,7 +69,6 @@ class DoflaQuantizer(HfQuantizer):
         self.quantization_config.plan = renamed(self.quantization_config.plan, model)
         self._attached = attach(model, self.quantization_config.plan)
         model._keep_in_fp32_modules_strict = {*(model._keep_in_fp32_modules_strict or ()), METHOD}
-        setattr(model, SOFTMAX, softmax_implementation(model))
         self._shapes = {name: tensor.shape for name, tensor in model.state_dict(keep_vars=True).items()}
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:

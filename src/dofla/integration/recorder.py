@@ -16,7 +16,7 @@ from transformers.utils import ModelOutput
 from dofla.attention import LOG_ZERO, exact_scores
 from dofla.data import Images, TokenWindows, batches
 from dofla.errors import DoflaError
-from dofla.integration.interface import dofla_attention, is_causal, standard_scaling, visiting
+from dofla.integration.interface import is_causal, standard_scaling, visiting
 from dofla.integration.offload import device_of
 from dofla.integration.padding import run_padded
 from dofla.layers import AttentionLayer
@@ -113,19 +113,16 @@ def evaluation_mode(model: PreTrainedModel) -> Iterator[None]:
 
 
 @contextmanager
-def recording(
-    model: PreTrainedModel, names: Collection[str], visit: Callable[[AttentionCall], None], *, linear: bool = False
-) -> Iterator[None]:
-    """Within the block ``visit`` sees each call of the modules in ``names``, and the model runs softmax attention; or,
-    with ``linear``, the linear attention of a converted model, so that deeper layers see what earlier ones have made of
-    it. It runs in evaluation mode: an original is one without dropout."""
+def recording(model: PreTrainedModel, names: Collection[str], visit: Callable[[AttentionCall], None]) -> Iterator[None]:
+    """Within the block ``visit`` sees each call of the modules in ``names``, and the model runs softmax attention, in
+    evaluation mode: an original is one without dropout."""
     by_module: dict[nn.Module, str] = {model.get_submodule(name): name for name in names}
 
     def forward_call(module: nn.Module, *args: Any) -> None:
         if module in by_module:
             visit(AttentionCall.of(by_module[module], module, *args))
 
-    with evaluation_mode(model), visiting(model, forward_call, dofla_attention if linear else None):
+    with evaluation_mode(model), visiting(model, forward_call):
         yield
 
 

@@ -12,16 +12,19 @@ from transformers.generation.streamers import BaseStreamer
 from dofla.data import TokenWindows
 from dofla.data.documents import Source
 from dofla.data.packing import check_cut, membership, separator_id, stream_seed, text_windows
-from dofla.display import reports_progress
 from dofla.errors import DoflaError
 from dofla.integration.offload import device_of
 from dofla.integration.positions import positions_of
 from dofla.integration.recorder import evaluation_mode
 from dofla.integration.surgery import as_teacher
-from dofla.storage.defaults import with_torchs_defaults
+from dofla.integration.wrapped import takes_model
+from dofla.storage.defaults import torchs_defaults
+
+BATCH = 64
+"""Windows that are sampled at a time."""
 
 
-@with_torchs_defaults
+@torchs_defaults()
 def token_windows(
     source: Source,
     tokenizer: PreTrainedTokenizerBase,
@@ -78,7 +81,7 @@ def token_windows(
     return replace(samples, source=f"self: samples of {type(model).__name__} ({split}, seed {seed})")
 
 
-@reports_progress("sample text")
+@takes_model("sample text")
 def self_sample(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
@@ -86,32 +89,34 @@ def self_sample(
     count: int,
     length: int,
     seed: int = 0,
-    batch_size: int = 64,
-    temperature: float = 1.0,
     progress: Callable[[int, int], None] | bool = True,
 ) -> TokenWindows:
     """Windows of tokens drawn from the model, each starting with the tokenizer's separator.
 
     Ancestral sampling from the distribution of the model, or of the original of a converted one: the top-k, penalties
     and the like that a checkpoint carries for chatting are not applied, and an end-of-text token does not end a window,
-    since text packed into windows has them inside. Same seed, batch size and machine: same windows. The global random
-    state, the model's mode and its generation settings are left as they were. DoflaError for a model that generates no
-    text, too long windows, and numbers that make no sense.
+    since text packed into windows has them inside. Same seed and machine: same windows. The global random state, the
+    model's mode and its generation settings are left as they were. DoflaError for a model that generates no text, and
+    too long windows.
     """
-    start = _checked_start(model, separator_id(tokenizer), count, length, batch_size, temperature)
-    counter = _Counter(progress, length * math.ceil(count / batch_size)) if callable(progress) else None
+    start = _checked_start(model, separator_id(tokenizer), length)
+    counter = _Counter(progress, length * math.ceil(count / BATCH)) if callable(progress) else None
     samples = []
-    settings = _sampling_settings(model, temperature, length)
-    with as_teacher(model), evaluation_mode(model), settings, _seeded(model, seed):
-        for begin in range(0, count, batch_size):
-            prompt = torch.full((min(batch_size, count - begin), 1), start, dtype=torch.int64, device=device_of(model))
+    with (
+        as_teacher(model),
+        evaluation_mode(model),
+        _sampling_settings(model, length),
+        torch.random.fork_rng(),
+    ):
+        torch.manual_seed(seed)
+        for begin in range(0, count, BATCH):
+            prompt = torch.full((min(BATCH, count - begin), 1), start, dtype=torch.int64, device=device_of(model))
             # Of models that write, which transformers' types do not tell from others.
             drawn = model.generate(  # type: ignore[operator]
                 prompt, attention_mask=torch.ones_like(prompt), streamer=counter
             )
             samples.append(drawn.cpu())
-    name = f"self-sampled from {type(model).__name__}, seed {seed}, temperature {temperature:g}"
-    return TokenWindows(torch.cat(samples), source=name)
+    return TokenWindows(torch.cat(samples), source=f"self-sampled from {type(model).__name__}, seed {seed}")
 
 
 class _Counter(BaseStreamer):
@@ -128,20 +133,13 @@ class _Counter(BaseStreamer):
         pass
 
 
-def _checked_start(
-    model: PreTrainedModel, start: int | None, count: int, length: int, batch_size: int, temperature: float
-) -> int:
+def _checked_start(model: PreTrainedModel, start: int | None, length: int) -> int:
     if not model.can_generate() or model.config.is_encoder_decoder:
         raise DoflaError(
             f"model: {type(model).__name__} cannot be sampled from; give a causal language model, or a text as source"
         )
     if start is None:
         raise DoflaError("tokenizer: no bos, eos, cls or sep token to start a sample from; set tokenizer.bos_token")
-    for name, value, least in (("count", count, 1), ("batch_size", batch_size, 1), ("length", length, 2)):
-        if value < least:
-            raise DoflaError(f"{name}: {value}; give {least} or more")
-    if not temperature > 0:
-        raise DoflaError(f"temperature: {temperature}; give a number above 0")
     positions = positions_of(model)
     if positions is not None and length > positions:
         raise DoflaError(
@@ -151,7 +149,7 @@ def _checked_start(
 
 
 @contextmanager
-def _sampling_settings(model: PreTrainedModel, temperature: float, length: int) -> Iterator[None]:
+def _sampling_settings(model: PreTrainedModel, length: int) -> Iterator[None]:
     """Plain sampling to exactly `length` tokens, for as long as the context lasts.
 
     The model's own generation config is set aside rather than overridden: `generate` fills whatever an argument leaves
@@ -159,21 +157,9 @@ def _sampling_settings(model: PreTrainedModel, temperature: float, length: int) 
     """
     settings = model.generation_config
     model.generation_config = GenerationConfig(
-        do_sample=True, temperature=temperature, top_k=0, top_p=1.0, max_length=length, use_cache=True
+        do_sample=True, temperature=1.0, top_k=0, top_p=1.0, max_length=length, use_cache=True
     )
     try:
         yield
     finally:
         model.generation_config = settings
-
-
-@contextmanager
-def _seeded(model: PreTrainedModel, seed: int) -> Iterator[None]:
-    """The generators of the CPU and of the model's GPUs start at `seed`, and get their state back afterwards."""
-    gpus = sorted({parameter.device.index for parameter in model.parameters() if parameter.is_cuda})
-    with torch.random.fork_rng(devices=gpus, device_type="cuda"):
-        # Not torch.manual_seed, which would also seed the GPUs that are not saved here.
-        torch.default_generator.manual_seed(seed)
-        for gpu in gpus:
-            torch.cuda.default_generators[gpu].manual_seed(seed)
-        yield

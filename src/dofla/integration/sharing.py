@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from dofla.display import Result
 from dofla.errors import DoflaError, about
-from dofla.integration.checkpoint import ADAPTER, LORA, TRAINED, base_of, save_adapter
+from dofla.integration.checkpoint import ADAPTER, LORA, base_of, save_adapter
 from dofla.integration.checksums import checksums_of, with_checksums
 from dofla.integration.converted import Converted
 from dofla.integration.hub import hub_name, upload
@@ -125,4 +125,4 @@ def push_adapter(
         if revision is not None and not create_pr:
             api.create_branch(name, branch=revision, exist_ok=True)
         asked: dict[str, Any] = {"commit_message": commit_message, "create_pr": create_pr}
-        return upload(api, folder, name, [LORA, TRAINED], revision=revision, **asked)
+        return upload(api, folder, name, [LORA], revision=revision, **asked)

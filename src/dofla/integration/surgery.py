@@ -16,7 +16,6 @@ from dofla.integration.attaching import (
     SOFTMAX,
     attach,
     renamed,
-    softmax_implementation,
     switch_on,
     with_own_configs,
 )
@@ -28,17 +27,16 @@ from dofla.integration.precision import warn_of_slow_products
 from dofla.integration.quantizer import DoflaConfig, DoflaQuantizer
 from dofla.integration.sites import AttentionSite, attention_sites, check_kept, check_left, refuse
 from dofla.integration.trained import original_weights, put_back
-from dofla.integration.wrapped import unwraps_its_model
-from dofla.plans.hybrid import FEATURE_MAP, TOKEN_SHARE, check_budget, default_token_dtype, even_size
+from dofla.integration.wrapped import takes_model
+from dofla.plans.hybrid import FEATURE_MAP, TOKEN_SHARE, default_token_dtype, even_size
 from dofla.plans.layers import FeatureLayer, LayerPlan, SoftmaxLayer
 from dofla.plans.plan import Plan
-from dofla.storage.defaults import with_torchs_defaults
+from dofla.storage.defaults import torchs_defaults
 
 logger = logging.getLogger(__name__)
 
 
-@unwraps_its_model
-@with_torchs_defaults
+@takes_model()
 def linearize(model: PreTrainedModel, plan: Plan | None = None, *, budget: int = 64, seed: int = 0) -> PreTrainedModel:
     """Replace softmax by linear attention, in place, as ``plan`` says.
 
@@ -58,22 +56,22 @@ def linearize(model: PreTrainedModel, plan: Plan | None = None, *, budget: int =
     return tried(convert(model, even_plan(model, budget) if plan is None else plan, seed))
 
 
-def tried(model: PreTrainedModel) -> PreTrainedModel:
-    """The model, once :func:`check_consistency` has let it pass; otherwise it is restored."""
-    if not Converted.of(model).layers:
-        return model
+def tried(converted: Converted) -> PreTrainedModel:
+    """The converted model, once :func:`check_consistency` has let it pass; otherwise it is restored."""
+    model = converted.model
     try:
-        check_consistency(model, lambda: original(model))
+        if converted.layers:
+            check_consistency(model, lambda: original(model))
     except BaseException:
         restore(model)
         raise
     return model
 
 
-@with_torchs_defaults
+@torchs_defaults()
 def convert(
     model: PreTrainedModel, plan: Plan, seed: int = 0, *, sites: Mapping[str, AttentionSite] | None = None
-) -> PreTrainedModel:
+) -> Converted:
     """:func:`linearize` of a plan, without a trial: for models on the way, and such as were tried before. ``sites`` are
     the model's, if it has been looked at."""
     if is_converted(model):
@@ -82,18 +80,16 @@ def convert(
     warn_of_slow_products(model)
     _check(plan, attention_sites(model) if sites is None else sites)
     with_own_configs(model)
-    before = softmax_implementation(model)
-    generator = torch.Generator().manual_seed(seed)
-    for layer in attach(model, plan):
+    layers, generator = attach(model, plan), torch.Generator().manual_seed(seed)
+    for layer in layers:
         layer.reset_parameters(generator)
-    setattr(model, SOFTMAX, before)
     switch_on(model)
-    config = DoflaConfig.from_plan(plan)
+    config = DoflaConfig(**plan.to_dict())
     config.record.base_model = origin(model.config._name_or_path)
     config.of_weights = getattr(model, "hf_quantizer", None)
     model.config.quantization_config = config
     model.hf_quantizer = DoflaQuantizer(config)  # type: ignore[assignment] # to torch, an attribute is a module
-    return model
+    return Converted(model, {layer.name: layer for layer in layers}, config.plan, config.record)
 
 
 def even_plan(
@@ -118,7 +114,6 @@ def even_plan(
     Raises:
         DoflaError: a budget below 1; a name in ``keep_softmax`` that is no layer; no layer left to linearize.
     """
-    check_budget(budget)
     sites = attention_sites(model)
     layers: list[LayerPlan] = []
     check_kept(sites, keep_softmax)
@@ -145,7 +140,7 @@ def _tell_of_shared(names: tuple[str, ...]) -> None:
         logger.warning("%d layers stay softmax, as they share keys and values: %s", len(names), ", ".join(names))
 
 
-@unwraps_its_model
+@takes_model()
 def restore(model: PreTrainedModel) -> PreTrainedModel:
     """Give the original model back, bit for bit: feature maps off, softmax attention on, weights as they were before
     end-to-end training. Returns ``model``."""

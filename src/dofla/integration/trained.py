@@ -24,25 +24,20 @@ def is_trained(model: PreTrainedModel) -> bool:
 
 
 def lora_of(model: PreTrainedModel) -> dict[str, Tensor]:
-    """The low-rank factors by which the weights differ from the original ones; empty if weights differ freely."""
+    """The low-rank factors by which the weights differ from the original ones; empty if they do not."""
     return getattr(model, _LORA, {})
 
 
-def weights_of(model: PreTrainedModel) -> dict[str, nn.Parameter]:
-    """All parameters but those of feature maps, by name; shared ones once."""
-    return {name: parameter for name, parameter in model.named_parameters() if ".dofla." not in name}
-
-
-def keep_original(model: PreTrainedModel, names: Iterable[str], lora: Mapping[str, Tensor] | None = None) -> None:
+def keep_original(model: PreTrainedModel, names: Iterable[str], lora: Mapping[str, Tensor]) -> None:
     """Keep the values that some parameters of a converted model have now, none of which was trained yet, as those of
-    the teacher. One that several modules share has its original in all of them. ``lora`` are factors that are about to
-    be merged into them, by name; None if they are to be trained freely."""
+    the teacher. One that several modules share has its original in all of them. ``lora`` are the factors that are about
+    to be merged into them, by name."""
     copies = {id(parameter): parameter.detach().clone() for parameter in map(model.get_parameter, names)}
     for module in model.modules():
         for key, parameter in module.named_parameters(recurse=False):
             if id(parameter) in copies:
                 module.register_buffer(_ORIGINAL + key, copies[id(parameter)], persistent=False)
-    setattr(model, _LORA, dict(lora or {}))
+    setattr(model, _LORA, dict(lora))
 
 
 @contextmanager
@@ -76,16 +71,6 @@ def put_back(model: PreTrainedModel) -> None:
         module.get_parameter(key).copy_(module.get_buffer(_ORIGINAL + key))
         delattr(module, _ORIGINAL + key)
     model.__dict__.pop(_LORA, None)
-
-
-def cast_weights(model: PreTrainedModel, dtypes: Mapping[str, torch.dtype]) -> None:
-    """Convert some weights, and their original values if those are kept, in place."""
-    wanted = {id(model.get_parameter(name)): dtype for name, dtype in dtypes.items()}
-    for module, key in _places(model):
-        module._buffers[_ORIGINAL + key] = module.get_buffer(_ORIGINAL + key).to(wanted[id(module._parameters[key])])
-    for name, dtype in dtypes.items():
-        parameter = model.get_parameter(name)
-        parameter.data = parameter.data.to(dtype)
 
 
 def _places(model: PreTrainedModel) -> list[tuple[nn.Module, str]]:

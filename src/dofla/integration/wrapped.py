@@ -1,6 +1,7 @@
-"""Models that something has been put around."""
+"""Functions that users give a model to, around which something may have been put."""
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import wraps
 from inspect import signature
 from typing import Any, TypeVar, cast
@@ -8,7 +9,9 @@ from typing import Any, TypeVar, cast
 from torch import nn
 from transformers import PreTrainedModel
 
+from dofla.display import Bar, reporting
 from dofla.errors import DoflaError
+from dofla.storage.defaults import torchs_defaults
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -31,16 +34,29 @@ def unwrapped(model: nn.Module) -> PreTrainedModel:
     return inner
 
 
-def unwraps_its_model(function: F) -> F:
+def takes_model(label: str = "", way: Callable = Bar.__call__) -> Callable[[F], F]:
     """Decorates what users give a model to, the first argument: it sees :func:`unwrapped`, and where it gives that
-    back, they get theirs."""
-    name = next(iter(signature(function).parameters))
+    back, they get theirs. Within it torch's defaults hold (:func:`torchs_defaults`).
 
-    @wraps(function)
-    def called(*args: Any, **given: Any) -> Any:
-        model = args[0] if args else given.pop(name, None)
-        inner = unwrapped(model)
-        result = function(inner, *args[1:], **given)
-        return model if result is inner else result
+    With a ``label``, that of a bar, it has an argument ``progress``, which may be True, the default, for a bar: within
+    the function it is a function to call, or None. ``way`` is as for :func:`reporting`.
+    """
 
-    return cast("F", called)  # called in the same way: only the model is another
+    def decorate(function: F) -> F:
+        name = next(iter(signature(function).parameters))
+
+        @wraps(function)
+        def called(*args: Any, **given: Any) -> Any:
+            model = args[0] if args else given.pop(name, None)
+            inner = unwrapped(model)
+            with ExitStack() as stack:
+                stack.enter_context(torchs_defaults())
+                if label:
+                    report = reporting(label, given.get("progress", True), way)
+                    given["progress"] = stack.enter_context(report)
+                result = function(inner, *args[1:], **given)
+            return model if result is inner else result
+
+        return cast("F", called)  # called in the same way: only the model is another
+
+    return decorate

@@ -137,20 +137,18 @@ def _scores(bench: Bench, spec: StudentSpec | None = None, seed: int = 0) -> lis
 
 def _finetuned(bench: Bench, spec: StudentSpec | None) -> list[Cell]:
     """Accuracy on each task after fine-tuning on it; nothing for methods that the study does not fine-tune."""
-    wanted = bench.study.finetune
-    if (spec.name if spec else "Original") not in wanted.methods:
+    wanted, who = bench.study.finetune, spec.name if spec else "Original"
+    if who not in wanted.methods:
         return [None] * len(wanted.tasks)
+
+    def accuracy(name: str, seed: int) -> float:
+        def measure(model: PreTrainedModel) -> dict[str, Any]:
+            return _learned(bench, copy.deepcopy(model), seed, name, who)  # a copy, for it changes the weights
+
+        return bench.of(spec, seed, f"finetuned-{name}{'' if spec else f'-seed{seed}'}", measure)["accuracy"]
+
     seeds = bench.study.seeds[: wanted.seeds]
-    return [Figure.of([_finetune(bench, spec, seed, task)["accuracy"] for seed in seeds]) for task in wanted.tasks]
-
-
-def _finetune(bench: Bench, spec: StudentSpec | None, seed: int, name: str) -> dict[str, Any]:
-    who = spec.name if spec else "Original"
-
-    def measure(model: PreTrainedModel) -> dict[str, Any]:
-        return _learned(bench, copy.deepcopy(model), seed, name, who)  # a copy, for it changes the weights
-
-    return bench.of(spec, seed, f"finetuned-{name}{'' if spec else f'-seed{seed}'}", measure)
+    return [Figure.of([accuracy(name, seed) for seed in seeds]) for name in wanted.tasks]
 
 
 def _learned(bench: Bench, model: PreTrainedModel, seed: int, name: str, who: str) -> dict[str, Any]:

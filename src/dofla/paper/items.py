@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from dofla.errors import DoflaError
+from dofla.errors import DoflaError, first_line
 from dofla.paper.study import TasksSpec
 from dofla.runs.demo import TASKS
 from dofla.storage.extras import extra
@@ -74,9 +74,8 @@ def hub_task(name: str, split: str = "test") -> Task:
     try:
         rows: Iterable[Row] = datasets.load_dataset(source.path, source.config, split=source.splits[split])
     except (OSError, ValueError, RuntimeError) as error:
-        reason = str(error).strip().splitlines()[0]
-        where = f"task {name} ({source.path})"
-        raise DoflaError(f"cannot load {where} from the hub: {reason}; give a folder of JSONL files") from error
+        what = f"cannot load task {name} ({source.path}) from the hub: {first_line(error)}"
+        raise DoflaError(f"{what}; give a folder of JSONL files") from error
     return Task(name, KNOWN[name], [source.item(row, number) for number, row in enumerate(rows)])
 
 

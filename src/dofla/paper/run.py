@@ -40,13 +40,13 @@ def reproduce(
     tables: Sequence[str],
     folder: str | Path,
     *,
-    command: str = "",
+    command: Callable[[str], str] = lambda table: "",
     notes: Sequence[str] = (),
     view: View | None = None,
 ) -> list[Table]:
     """Make tables of arXiv 2507.03340 for a model, by their names in :data:`TABLES` or ``all``, and write them to a
-    folder: new, or of an earlier run of the same study, of which nothing is measured again. Each table shows the
-    ``command``, with ``{table}`` for the table, and ends with the ``notes``. DoflaError for an unknown table, one that
+    folder: new, or of an earlier run of the same study, of which nothing is measured again. Each table shows its
+    ``command``, and ends with the ``notes``. DoflaError for an unknown table, one that
     asks for next tokens of an encoder, bad input, or a folder that another process works in.
     """
     unknown = [name for name in tables if name not in (*TABLES, "all")]
@@ -63,7 +63,7 @@ def reproduce(
         for name in chosen:
             bench.begin()
             table = TABLES[name](bench)
-            table.key, table.seconds, table.command = name, bench.seconds, command.format(table=name)
+            table.key, table.seconds, table.command = name, bench.seconds, command(name)
             table.notes += notes
             _write(Path(folder) / "tables", f"table-{name}" if name.isdecimal() else name, table)
             show(view, table)

@@ -7,7 +7,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from dofla.data import Images, TokenWindows
-from dofla.display import Bar, reports_progress
+from dofla.display import Bar
 from dofla.errors import DoflaError
 from dofla.feature_maps import PRF
 from dofla.feature_maps.heads import FeatureHeads
@@ -15,15 +15,12 @@ from dofla.integration.converted import Converted
 from dofla.integration.estimators import Reservoir
 from dofla.integration.reading import windows_for
 from dofla.integration.recorder import AttentionCall, read_windows
-from dofla.integration.wrapped import unwraps_its_model
+from dofla.integration.wrapped import takes_model
 from dofla.paper.sampling import leverage_features
 from dofla.profiles.tolerance import DEFAULT_LAMBDA
-from dofla.storage.defaults import with_torchs_defaults
 
 
-@unwraps_its_model
-@with_torchs_defaults
-@reports_progress("sample features", Bar.stage)
+@takes_model("sample features", Bar.stage)
 def sample_features(
     student: PreTrainedModel,
     windows: TokenWindows | Images | Tensor | Mapping[str, Tensor],
@@ -72,12 +69,12 @@ def sample_features(
     if samples < 2:
         raise DoflaError(f"samples is {samples}: at least 2 vectors are needed, 512 is the default")
     windows = windows_for(student, windows)
-    reservoirs = {name: Reservoir(samples, torch.Generator().manual_seed(seed)) for name in layers}
+    reservoirs = {name: Reservoir(samples, len(windows), torch.Generator().manual_seed(seed)) for name in layers}
     scalings: dict[str, float] = {}
 
     def look(call: AttentionCall, part: Sequence[int]) -> None:
         scalings[call.name] = call.scaling
-        reservoirs[call.name].add(call)
+        reservoirs[call.name].add(call, part)
 
     read_windows(student, layers, windows, batch_size, look, progress)
     generator = torch.Generator().manual_seed(seed)

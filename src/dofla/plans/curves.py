@@ -12,7 +12,7 @@ from statistics import fmean
 from typing import Any
 
 from dofla.display import Part, Result, table
-from dofla.errors import DoflaError
+from dofla.errors import DoflaError, malformed
 from dofla.feature_maps.cost import HeadCost
 from dofla.plans.hybrid import TOKEN_SHARE, split
 from dofla.plans.knapsack import lower_hull, spend
@@ -101,14 +101,12 @@ class Curves(Result):
     def load(cls, path: str | Path) -> Curves:
         """Read what :meth:`save` wrote; DoflaError naming the file if it is missing or damaged."""
         data = read_json(Path(path), "error curves")
-        try:
+        with malformed(f"{path} holds no error curves", "measure them again"):
             if data.get("format", _FORMAT) != _FORMAT:
                 raise DoflaError(f"format {data['format']!r}, this version of dofla reads {_FORMAT}")
             found = build(cls, {key: value for key, value in data.items() if key != "format"}, "it")
             found.check()
-        except DoflaError as error:
-            raise DoflaError(f"{path} holds no error curves ({error}): measure them again") from error
-        return found
+            return found
 
     def check(self) -> None:
         """DoflaError unless all numbers can be reckoned with."""

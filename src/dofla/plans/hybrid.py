@@ -19,12 +19,6 @@ FEATURE_MAP = "mlp"
 """Default feature map of hybrid layers."""
 
 
-def check_budget(budget: float) -> None:
-    """DoflaError unless it is a number."""
-    if not isinstance(budget, (int, float)):
-        raise DoflaError(f"budget is {budget!r}: give a number of features, as 64")
-
-
 def split(bytes_per_head: int, cost: HeadCost, share: float = TOKEN_SHARE) -> tuple[int, int, int]:
     """(features, window, sinks) of at most ``bytes_per_head``, about ``share`` of it in exact tokens.
 
@@ -40,7 +34,9 @@ def split(bytes_per_head: int, cost: HeadCost, share: float = TOKEN_SHARE) -> tu
 
 
 def even_size(budget: float, cost: HeadCost, share: float = TOKEN_SHARE) -> tuple[int, int, int]:
-    """:func:`split` of the bytes of ``budget`` features per KV head; DoflaError if that is less than one."""
+    """:func:`split` of the bytes of ``budget`` features per KV head; DoflaError if that is less than one, or none."""
+    if not isinstance(budget, (int, float)):
+        raise DoflaError(f"budget is {budget!r}: give a number of features, as 64")
     if budget < 1:
         raise DoflaError(f"budget {budget} is too small for one feature per layer: give 1 or more")
     return split(round(budget * cost.feature), cost, share)

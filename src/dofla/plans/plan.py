@@ -114,6 +114,7 @@ class Plan(Result):
         if self.linear:
             most = max(max(x.features_per_head) for x in self.linear)
             shown = table("layer", "features", "window", "sinks", "", gap=1, widest=30)
+            shown.columns[-1].justify = "left"
             for linear in self.linear:
                 bar = Text("━" * round(24 * max(linear.features_per_head) / max(most, 1)), style="cyan")
                 shown.add_row(linear.name, *linear.ranges.values(), bar)

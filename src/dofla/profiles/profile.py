@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from dofla.display import Part, Result
-from dofla.errors import DoflaError
+from dofla.errors import malformed
 from dofla.profiles.spectrum import NORMALIZATIONS, Spectrum, degrees_of_freedom, standard_error
 from dofla.profiles.table import degrees_tables, doubtful
 from dofla.profiles.tolerance import DEFAULT_LAMBDA
@@ -23,12 +23,8 @@ from dofla.storage.tensors import read_tensors, write_tensors
 
 @dataclass
 class HeadStatistics:
-    """Statistics of one KV head, beside its spectrum. Attention figures are means over rows and the head's queries."""
+    """Statistics of one KV head's attention, beside its spectrum: means over rows and the head's queries."""
 
-    query_norm_mean: float = 0.0
-    query_norm_max: float = 0.0
-    key_norm_mean: float = 0.0
-    key_norm_max: float = 0.0
     entropy: float = 0.0  # nats
     mass_first: dict[int, float] = field(default_factory=dict)  # share of attention on the first n tokens
     mass_last: dict[int, float] = field(default_factory=dict)  # share on the last n, the query's own included
@@ -78,7 +74,6 @@ class Profile(Result):
     skipped: list[SkippedLayer] = field(default_factory=list)
     dtype: str = "float32"  # of the model, and so of the tokens in a window
     estimator: str = "attention"  # of the degrees of freedom, see dofla.linear.profile
-    positions: int | None = None  # that the model has; it may not say, nor do profiles of earlier versions
 
     @property
     def itemsize(self) -> int:
@@ -91,7 +86,7 @@ class Profile(Result):
         return [[degrees_of_freedom(s, lam, chosen) for s in layer.spectra] for layer in self.layers]
 
     def dof_errors(self, lam: float = DEFAULT_LAMBDA, normalization: str | None = None) -> list[list[float]]:
-        """Standard errors of :meth:`dof` [layer][KV head]; NaN where unknown, as in profiles of format 1."""
+        """Standard errors of :meth:`dof` [layer][KV head]; NaN where unknown."""
         chosen = normalization or self.normalization
         return [[standard_error(s, lam, chosen) for s in layer.spectra] for layer in self.layers]
 
@@ -125,11 +120,8 @@ class Profile(Result):
         folder = Path(folder)
         data = read_json(folder / "profile.json", "a profile")
         tensors, _ = read_tensors(folder / "spectra.safetensors", "run dofla profile again")
-        try:
+        with malformed(f"{folder / 'profile.json'} is no profile", "run dofla profile again"):
             return cls._from_json(data, tensors)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            what = str(error) if isinstance(error, DoflaError) else f"{type(error).__name__}: {error}"
-            raise DoflaError(f"{folder / 'profile.json'} is no profile ({what}): run dofla profile again") from error
 
     def to_dict(self) -> dict[str, Any]:
         """The contents of ``profile.json``; a standard error that is unknown is None."""
@@ -148,19 +140,14 @@ class Profile(Result):
 
     @classmethod
     def _from_json(cls, data: dict, tensors: dict[str, Tensor]) -> Profile:
-        if data.get("format", 1) not in (1, _FORMAT):
-            raise ValueError(f"format {data['format']!r}, this version of dofla reads {_FORMAT}")
+        if data.get("format") != _FORMAT:
+            raise ValueError(f"format {data.get('format')!r}, this version of dofla reads {_FORMAT}")
         layers = [_layer(entry, tensors, f"layer {entry['name']}") for entry in data["layers"]]
-        # Profiles of version 0.1 say no dtype, nor do those of format 1 say an estimator, of which they knew one.
-        kept = {"dtype": "float32", "estimator": "paper", "positions": None} | data
-        if kept["normalization"] not in NORMALIZATIONS:
-            raise ValueError(f"normalization is {kept['normalization']!r}")
-        if not isinstance(getattr(torch, str(kept["dtype"]), None), torch.dtype):
-            raise ValueError(f"dtype is {kept['dtype']!r}")
-        found = build(cls, {k: kept[k] for k in (*_FIELDS, "skipped")} | {"layers": layers}, "it")
-        if found.positions is not None and found.positions < 1:
-            raise ValueError(f"positions is {found.positions}")
-        return found
+        if data["normalization"] not in NORMALIZATIONS:
+            raise ValueError(f"normalization is {data['normalization']!r}")
+        if not isinstance(getattr(torch, str(data["dtype"]), None), torch.dtype):
+            raise ValueError(f"dtype is {data['dtype']!r}")
+        return build(cls, {k: data[k] for k in (*_FIELDS, "skipped")} | {"layers": layers}, "it")
 
 
 def _layer(entry: dict, tensors: dict[str, Tensor], where: str) -> LayerProfile:
@@ -186,7 +173,7 @@ def _layer(entry: dict, tensors: dict[str, Tensor], where: str) -> LayerProfile:
     return layer
 
 
-_FORMAT = 2
+_FORMAT = 3  # 2 had more of each head
 _SUBSAMPLES = "/subsamples"
-_FIELDS = ("model", "source", "samples", "tokens", "seed", "estimator", "normalization", "dtype", "positions")
+_FIELDS = ("model", "source", "samples", "tokens", "seed", "estimator", "normalization", "dtype")
 _LAYER_FIELDS: Sequence[str] = ("name", "heads", "kv_heads", "head_dim", "value_dim", "scaling", "causal")

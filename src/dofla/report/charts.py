@@ -59,12 +59,12 @@ def loss_against_bytes(
     across = alt.X("bytes:Q", title=f"cache, {unit}", scale=_scale("log"), axis=_axis())
     up = {"title": f"{title}, nats per token", "scale": _scale("symlog", constant=0.01), "axis": _axis(values=_TICKS)}
     base = alt.Chart(_data(rows)).encode(x=across, color=_color(rows, labels, by))
-    tooltip = [f"{by}:N", _count("length", "tokens"), _number("bytes", f"cache, {unit}"), _number(field, title)]
+    tooltip = [f"{by}:N", _tip("length", "tokens", ",.0f"), _tip("bytes", f"cache, {unit}"), _tip(field, title)]
     marks = base.encode(y=alt.Y(f"{field}:Q", **up))
     layers = [marks.mark_line().encode(strokeDash=_dash("length:O", "tokens"))]
     if field == "loss" and any("low" in row for row in rows):
         layers.append(base.mark_rule().encode(y=alt.Y("low:Q", **up), y2="high:Q"))
-        tooltip += [_number("low", "95 % interval from"), _number("high", "to")]
+        tooltip += [_tip("low", "95 % interval from"), _tip("high", "to")]
     layers.append(marks.mark_point(filled=True, size=70, opacity=1).encode(tooltip=tooltip))
     beside = alt.Chart(_data(originals)).encode(x=across)
     layers.append(beside.mark_rule(color=_GRAY, strokeDash=[4, 3]))
@@ -82,7 +82,7 @@ def error_per_layer(rows: Sequence[Row], labels: Sequence[str]) -> Chart:
         x=alt.X("layer:Q", scale=alt.Scale(nice=False), axis=alt.Axis(tickMinStep=1, format="d")),
         y=alt.Y("error:Q", title="relative error"),
         color=_color(rows, labels),
-        tooltip=["model:N", _text("name", "layer"), _number("error", "relative error")],
+        tooltip=["model:N", _text("name", "layer"), _tip("error", "relative error")],
     )
     return _chart("Error of each layer's attention output", lines.mark_line(point={"size": 50}))
 
@@ -94,7 +94,7 @@ def bytes_per_layer(rows: Sequence[Row], labels: Sequence[str]) -> Chart:
         x=_layer_axis(),
         y=alt.Y("model:N", title=None, sort=list(labels), axis=alt.Axis(labelLimit=150)),
         color=alt.Color("bytes:Q", title=unit, scale=alt.Scale(scheme="blues", zero=True), legend=_gradient()),
-        tooltip=["model:N", _text("name", "layer"), _number("bytes", unit), "sizes:N"],
+        tooltip=["model:N", _text("name", "layer"), _tip("bytes", unit), "sizes:N"],
     )
     height = 26 * len({row["model"] for row in rows})
     return _chart("Bytes of each layer", cells.mark_rect(stroke="white"), height)
@@ -113,7 +113,7 @@ def degrees_of_freedom(profile: Profile, lam: float) -> Chart:
         x=_layer_axis(),
         y=alt.Y("head:O", title="KV head"),
         color=alt.Color("dof:Q", title=title, scale=alt.Scale(scheme="viridis"), legend=_gradient()),
-        tooltip=[_text("name", "layer"), "head:O", _number("dof", title), _number("error", "standard error")],
+        tooltip=[_text("name", "layer"), "head:O", _tip("dof", title), _tip("error", "standard error")],
     )
     height = min(20 * max(layer.kv_heads for layer in profile.layers), 400)
     return _chart(f"Degrees of freedom of each KV head (λ = {lam:.3g})", cells.mark_rect(stroke="white"), height)
@@ -127,7 +127,7 @@ def training_losses(rows: Sequence[Row], labels: Sequence[str]) -> Chart:
         y=alt.Y("share:Q", title="loss, relative to its start", axis=alt.Axis(format=".0%")),
         color=_color(rows, labels),
         strokeDash=_dash("training:N"),
-        tooltip=["model:N", "training:N", _count("step", "step"), alt.Tooltip("share:Q", format=".1%")],
+        tooltip=["model:N", "training:N", _tip("step", "step", ",.0f"), alt.Tooltip("share:Q", format=".1%")],
     )
     return _chart("Training losses", lines.mark_line())
 
@@ -138,7 +138,7 @@ def speed(rows: Sequence[Row], labels: Sequence[str]) -> Chart:
         x=alt.X("tokens:Q", title="context, tokens", scale=alt.Scale(type="log", base=2), axis=_axis()),
         y=alt.Y("min(ms):Q", title="milliseconds per token", scale=_scale("log"), axis=_axis()),
         color=_color(rows, labels),
-        tooltip=["model:N", "work:N", _count("tokens", "tokens"), _number("min(ms)", "ms per token")],
+        tooltip=["model:N", "work:N", _tip("tokens", "tokens", ",.0f"), _tip("min(ms)", "ms per token")],
     )
     lines = points.encode(strokeDash=_dash("work:N"))
     return _chart("Speed", alt.layer(lines.mark_line(), points.mark_point(filled=True, opacity=1)))
@@ -196,12 +196,9 @@ def _gradient() -> Any:
     return alt.Legend(orient="top", gradientLength=160, gradientThickness=10)
 
 
-def _number(field: str, title: str) -> Any:
-    return alt.Tooltip(f"{field}:Q", title=title, format=",.3~r")
-
-
-def _count(field: str, title: str) -> Any:
-    return alt.Tooltip(f"{field}:Q", title=title, format=",.0f")
+def _tip(field: str, title: str, digits: str = ",.3~r") -> Any:
+    """The tooltip of a number, in three digits or another format."""
+    return alt.Tooltip(f"{field}:Q", title=title, format=digits)
 
 
 def _text(field: str, title: str) -> Any:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from dofla.display import Part, factor, figure, size, table
-from dofla.evaluation.verdict import LIKENESS, LOSSES, embedding_words, level, likeness_level, verdict, worst_of
+from dofla.evaluation.verdict import LIKENESS, LOSSES, embedding_words, level, verdict, worst_of
 from dofla.report import charts
 from dofla.report.charts import ORIGINAL, Chart, Row
 from dofla.report.page import Section
@@ -21,7 +21,6 @@ T = TypeVar("T")
 Models = Mapping[str, ModelRecord]
 """Models by their names on the page, the one that lost least first."""
 
-_LEVELS = {"use": "close", "care": "worse", "no": "far"}
 _RULES = {
     "language": "Loss increase and KL are in nats per token. "
     f"Close: the interval of the loss increase ends at {LOSSES[0]} or below; worse: at {LOSSES[1]} or below; the "
@@ -134,7 +133,7 @@ def _cells(model: ModelRecord) -> dict[str, str]:
     first, speed = model.evaluations[0], _crossing(model)
     if model.section == "language":
         cells = {
-            "verdict": _LEVELS[level(worst_of(model.lost, model.interval))],
+            "verdict": level(worst_of(model.lost, model.interval)),
             "loss increase": _mean(model, "loss_increase"),
             "95 % interval": "none" if model.interval is None else " to ".join(map(figure, model.interval)),
             "KL": _mean(model, "kl"),
@@ -145,7 +144,7 @@ def _cells(model: ModelRecord) -> dict[str, str]:
         }
     else:
         cells = {
-            "verdict": _LEVELS[likeness_level(model.likeness)],
+            "verdict": level(model.likeness, LIKENESS),
             "cosine of embeddings": _mean(model, "cosine"),
             "rank correlation of similarities": _mean(model, "spearman"),
             "state": size(first["state_bytes"]),

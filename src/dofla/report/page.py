@@ -55,7 +55,8 @@ def write_page(path: str | Path, sections: Sequence[Section]) -> Path:
     environment = Environment(
         loader=PackageLoader("dofla.report", ""), autoescape=True, undefined=StrictUndefined, trim_blocks=True
     )
-    environment.filters["spec"] = _json
+    # A specification stands inside a script, which "<" could end.
+    environment.filters["spec"] = lambda spec: Markup(json.dumps(spec, allow_nan=False).replace("<", "\\u003c"))
     page = environment.get_template("page.html.j2").render(
         title=", ".join(dict.fromkeys(section.title for section in sections)),
         sections=sections,
@@ -69,8 +70,3 @@ def write_page(path: str | Path, sections: Sequence[Section]) -> Path:
     with replacing(path) as partial:
         partial.write_bytes(html)
     return path
-
-
-def _json(spec: dict[str, Any]) -> Markup:
-    """A specification inside a script, which "<" could end."""
-    return Markup(json.dumps(spec, allow_nan=False).replace("<", "\\u003c"))

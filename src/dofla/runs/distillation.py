@@ -27,7 +27,8 @@ class Students(Models[Distillation, StudentSpec]):
         folder, options = self.folder / "profile", vars(self.recipe.profile).copy()
         if not folder.exists():
             some = self.opened.training.take(options.pop("windows"))
-            options |= {"keep_softmax": sorted(self.recipe.kept_by_all()), "seed": self.recipe.seeds[0]}
+            kept_by_all = set.intersection(*(set(student.keep_softmax) for student in self.recipe.students))
+            options |= {"keep_softmax": sorted(kept_by_all), "seed": self.recipe.seeds[0]}
             started = time.perf_counter()
             with self.view.progress("profile") as bar:
                 measured = profile(self.opened.model, some, progress=bar.stage, **options)

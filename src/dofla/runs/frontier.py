@@ -14,12 +14,13 @@ from torch import Tensor, bfloat16
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from dofla.compression.calibrate import measure
-from dofla.compression.compress import check_fit, with_calibration
+from dofla.compression.compress import check_fit
 from dofla.compression.retrieval import AUTO
+from dofla.compression.size import parse_size
 from dofla.compression.target import Target
 from dofla.data import TokenWindows
-from dofla.display import Bar, Part, Result, factor, figure, reports_progress, size, table
-from dofla.errors import DoflaError
+from dofla.display import Bar, Part, Result, factor, figure, size, table
+from dofla.errors import DoflaError, malformed
 from dofla.evaluation.language import next_token_figures
 from dofla.evaluation.verdict import perplexity
 from dofla.integration.checkpoint import write_adapter
@@ -28,8 +29,7 @@ from dofla.integration.converted import Converted
 from dofla.integration.reading import check_readable
 from dofla.integration.recorder import evaluation_mode
 from dofla.integration.surgery import describe, original, restore
-from dofla.integration.wrapped import unwraps_its_model
-from dofla.storage.defaults import with_torchs_defaults
+from dofla.integration.wrapped import takes_model
 from dofla.storage.fields import build
 from dofla.storage.files import new_folder, read_json, write_json
 
@@ -65,11 +65,6 @@ class Point:
     loss_increase: float
     loss_increase_interval: list[float] | None
     kl: float
-
-    @property
-    def perplexity_increase(self) -> float:
-        """Fraction by which perplexity grows: ``exp(loss_increase) - 1``."""
-        return math.expm1(self.loss_increase)
 
     @property
     def loss(self) -> float:
@@ -197,17 +192,12 @@ class Frontier(Result):
         data = read_json(path, "a frontier")
         if data.get("format") != _FORMAT:
             raise DoflaError(f"{path} was made by an older version of dofla: make it again with dofla frontier")
-        try:
+        with malformed(f"{path} holds no frontier", "make it again with dofla frontier"):
             cache = {int(length): n for length, n in data["cache"].items()}
             return build(cls, {**data, "cache": cache}, "it", strict=False)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            what = f"{type(error).__name__}: {error}"
-            raise DoflaError(f"{path} holds no frontier ({what}): make it again with dofla frontier") from error
 
 
-@unwraps_its_model
-@with_torchs_defaults
-@reports_progress("frontier", Bar.stage)
+@takes_model("frontier", Bar.stage)
 def frontier(
     model: PreTrainedModel,
     windows: TokenWindows | Tensor | Mapping[str, Tensor],
@@ -257,7 +247,7 @@ def frontier(
         raise DoflaError(f"context is {context}, and texts have {longest} tokens: give as many, or leave it out")
     sites = target_model.compressed
     per_token = sum(x.kv_heads * (x.head_dim + x.value_dim) for x in sites) * bfloat16.itemsize
-    given = [n * per_token for n in CACHED] if sizes is None else [target_model.size(x, None) for x in sizes]
+    given = [n * per_token for n in CACHED] if sizes is None else [parse_size(x) for x in sizes]
     order = sorted(set(given))
     check_fit(target_model, order[0], None, "measured", retrieval_heads, has_tokenizer=tokenizer is not None)
     ranking, needed = tokenizer if retrieval_heads else None, retrieval_heads not in (0, AUTO)
@@ -269,13 +259,12 @@ def frontier(
     with new_folder(out) if out is not None else nullcontext() as folder:
         tried = 0
         while (size := _next(found, order)) is not None:
-            with_calibration(model, target_model, calibration, size, retrieval_heads)
+            converted = calibration.compress(model, target_model, size, retrieval_heads)
             try:
                 if not tried:
                     check_consistency(model, lambda: original(model))
-                plan = Converted.of(model).plan
-                found.cache |= {length: plan.softmax_bytes(length, model.dtype) for _, length in sets}
-                found.points += _evaluated(model, size, sets, batch_size)
+                found.cache |= {length: converted.plan.softmax_bytes(length, model.dtype) for _, length in sets}
+                found.points += _evaluated(converted, size, sets, batch_size)
                 if folder is not None:
                     home = folder / ADAPTERS / str(size)
                     home.mkdir(parents=True)
@@ -306,14 +295,14 @@ def _costs(x: Point) -> str:
 
 
 def _evaluated(
-    compressed: PreTrainedModel, size: int, sets: Mapping[tuple[str, int], TokenWindows], batch_size: int
+    converted: Converted, size: int, sets: Mapping[tuple[str, int], TokenWindows], batch_size: int
 ) -> Iterator[Point]:
-    plan = Converted.of(compressed).plan
+    model = converted.model
     for (text, length), windows in sets.items():
-        with evaluation_mode(compressed):
-            figures = next_token_figures(compressed, windows, batch_size=batch_size)
+        with evaluation_mode(model):
+            figures = next_token_figures(model, windows, batch_size=batch_size)
         increase, interval = figures["loss_increase"], figures["loss_increase_interval"]
-        held = plan.cache_bytes(length, compressed.dtype)
+        held = converted.plan.cache_bytes(length, model.dtype)
         yield Point(size, held, text, length, increase, interval, figures["kl"])
 
 

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoProcessor, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
 from dofla.data import TokenWindows, read_documents
-from dofla.errors import DoflaError, check_choice
+from dofla.errors import DoflaError, check_choice, first_line
 from dofla.integration.checkpoint import load, load_model
 from dofla.integration.contents import check_original
 from dofla.integration.packages import packaged_path
@@ -144,7 +144,7 @@ def load_tokenizer(*places: str | Path) -> PreTrainedTokenizerBase:
             tokenizer("a")  # some damage shows in use only
             return tokenizer
         except Exception as error:  # a damaged file fails in any way
-            reason = str(error).strip().partition("\n")[0] or type(error).__name__
+            reason = first_line(error)
     raise DoflaError(f"no tokenizer in {' or '.join(map(str, places))}: {reason}")
 
 
@@ -159,7 +159,7 @@ def reader_of(
         try:
             return AutoProcessor.from_pretrained(place, trust_remote_code=False)
         except Exception as error:  # a damaged file fails in any way
-            reason = str(error).strip().partition("\n")[0] or type(error).__name__
+            reason = first_line(error)
     logger.warning("%s reads texts alone, for it has no processor of pictures: %s", name, reason)
     return tokenizer
 

@@ -255,10 +255,6 @@ class Distillation(Recipe):
                 )
         return recipe
 
-    def kept_by_all(self) -> set[str]:
-        """Layers that every student keeps softmax, which need not be profiled."""
-        return set.intersection(*(set(student.keep_softmax) for student in self.students))
-
     def to_dict(self) -> dict[str, Any]:
         data = super().to_dict()
         data["lambda"] = data.pop("lam")

@@ -16,7 +16,7 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from dofla.errors import DoflaError
+from dofla.errors import DoflaError, first_line
 from dofla.integration.positions import positions_of
 from dofla.storage.extras import extra
 from dofla.tasks.items import Task
@@ -100,10 +100,8 @@ def _named(manager: Any, name: str) -> dict[str, Any]:
     try:
         return manager.load([name])
     except Exception as error:  # whatever its datasets raise: no network, no such file, no permission, ...
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise DoflaError(
-            f"task {name!r} cannot be loaded ({reason}): without the hub, give a JSONL file: --tasks {name}.jsonl"
-        ) from error
+        what = f"task {name!r} cannot be loaded ({first_line(error)})"
+        raise DoflaError(f"{what}: without the hub, give a JSONL file: --tasks {name}.jsonl") from error
 
 
 @quiet()

@@ -8,11 +8,11 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from dofla.display import reports_progress
 from dofla.errors import DoflaError
 from dofla.integration.positions import positions_of
 from dofla.integration.recorder import evaluation_mode
 from dofla.integration.surgery import original
+from dofla.integration.wrapped import takes_model
 from dofla.tasks.harness import language_model, load_tasks, scores_of
 from dofla.tasks.items import Task
 from dofla.tasks.reading import ENDINGS, load_task
@@ -21,7 +21,7 @@ from dofla.tasks.ruler import GROUP, TASKS, ruler_tasks
 from dofla.tasks.scores import TaskScores
 
 
-@reports_progress("tasks")
+@takes_model("tasks")
 def evaluate_tasks(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
