@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from dofla import DoflaError
 from dofla.attention import Coder, CompressedState, HeadSizes, compiled
-from dofla.attention.constants import MOST_SCORE
+from dofla.attention.constants import FREE, MOST_SCORE
 
 WAYS = pytest.mark.parametrize("kernels", [pytest.param(True, marks=needs_kernels), False], ids=["kernels", "torch"])
 OTHER = HeadSizes(window=7, sinks=0, newest=1, heavy_hitters=20)
@@ -73,6 +73,25 @@ def test_heads_of_all_sizes_share_a_call_and_see_what_they_see_alone(kernels, le
         found, after, _ = run(alone, [x[:, pick] for x, pick in zip(inputs, (queries, own, own), strict=True)], cuts)
         assert torch.equal(out[:, queries], found) if kernels else torch.allclose(out[:, queries], found, atol=1e-4)
         assert torch.equal(alone.layout.close([contents]).rows, after[-1].rows)
+
+
+@WAYS
+@pytest.mark.parametrize("exact", [False, True], ids=["sequential", "exact"])
+@pytest.mark.parametrize("length", [1, 5])
+def test_a_token_enters_a_tier_in_front_of_all_others_which_keep_their_slots(kernels, exact, length):
+    sizes, end = [HeadSizes(5, 2, 1, 0), HeadSizes(5, 2, 1, 60)], 40 + length  # one that grows, and one that does not
+    heads = heads_of(0, sizes)
+    inputs = vectors(1, heads, 1, 1, end)
+    _, states, _ = run(heads, inputs, [0, 40, end], kernels=kernels, exact=exact, room=end)
+    layout = heads.layout_of(states[0].rows.shape[-1])
+    for head, (tier, before, after) in enumerate(zip(heads.tiers, *map(layout.open, states), strict=True)):
+        free = len(after.tier) - (end - 7)
+        assert (after.tier.score[:, :, :free] == FREE).all()
+        assert (after.tier.score[:, :, free:] >= 0).all()
+        codes, _ = tier.key.encode(inputs[1][:, [head], 2 : end - 5].flip(2))
+        assert torch.equal(after.tier.key[:, :, free:], codes)
+        for one, other in list(zip(vars(before.tier).values(), vars(after.tier).values(), strict=True))[:4]:
+            assert torch.equal(one[:, :, free + length :], other[:, :, free + length :])
 
 
 def test_what_draws_attention_stays_and_what_does_not_goes():

@@ -14,7 +14,7 @@ namespace dofla::cache {
 class Decoder {
  public:
   explicit Decoder(const Group& group)
-      : group_(group), drawing_(group, group.groups, group.tier.count), drawn_(group.tier.count + 1),
+      : group_(group), drawing_(group, group.groups, group.tier.count),
         wide_(std::max(group.keys.dim, group.values.dim)), unsound_(group.groups), queries_(group.groups * group.keys.dim),
         rotated_(queries_.size()), out_(group.groups * group.values.dim), rotated_out_(out_.size()), beside_(group.groups),
         mass_(group.groups), best_(group.groups), whole_(group.groups), vector_(wide_.size()),
@@ -23,10 +23,8 @@ class Decoder {
   // Puts the token into the state; false if the key or the value holds NaN or infinity.
   bool code(std::int64_t n, std::int64_t h) {
     const Group& group = group_;
-    const std::int64_t last = group.window.count - 1, count = group.tier.count;
-    const std::int64_t leaves = select_evicted(n, h);
-    copy(group.tier, group.tier, n, h, leaves + 1, leaves, count - 1 - leaves);
-    enter(group, group.window, 0, group.tier, count - 1, n, h, wide_);
+    const std::int64_t last = group.window.count - 1;
+    if (group.entering[n] > kLogZero) enter(group, group.window, 0, group.tier, make_room(n, h), n, h, wide_);
     for (std::int64_t place = 0; group.sinks && place < group.sinks->count; ++place) {
       if (group.sources[n * group.sinks->count + place] == 0) copy(group.window, *group.sinks, n, h, 0, place, 1);
     }
@@ -41,7 +39,7 @@ class Decoder {
     for (std::int64_t g = 0; g < group.groups; ++g) {
       unsound_[g] = !group.query.read(n, first + g, 0, &queries_[g * dim]) || !finite;
     }
-    hidden_ = free_places(drawn_.data(), group.tier.count);
+    hidden_ = free_places(group.tier.scores(n, h), group.tier.count);
     columns_ = group.columns() + whole_lanes(group.tier.count - hidden_) - whole_lanes(group.tier.count);
     draw(n, h);
     for (float& x : queries_) x *= group.scaling;
@@ -58,26 +56,31 @@ class Decoder {
   }
 
  private:
-  // Which token leaves the tier; the others' scores.
-  std::int64_t select_evicted(std::int64_t n, std::int64_t h) {
-    const std::int64_t count = group_.tier.count;
-    std::copy_n(group_.tier.scores(n, h), count, drawn_.begin());
-    drawn_[count] = group_.entering[n] > kLogZero ? 0 : kFree;
-    const std::int64_t leaves = least(drawn_.data(), count + 1 - group_.numbers.newest);
-    std::copy(drawn_.begin() + leaves + 1, drawn_.end(), drawn_.begin() + leaves);
-    return leaves;
+  // The place of the tier for a token that enters: the last free one, or the first, once the token of the least score has left,
+  // the oldest of several, and those before it have moved.
+  std::int64_t make_room(std::int64_t n, std::int64_t h) {
+    const Tokens& tier = group_.tier;
+    std::int16_t* scores = tier.scores(n, h);
+    const std::int64_t free = free_places(scores, tier.count), newest = group_.numbers.newest - 1;
+    if (!free) {
+      const std::int16_t lowest = least(scores + newest, tier.count - newest);
+      std::int64_t leaves = tier.count - 1;
+      while (scores[leaves] != lowest) --leaves;
+      copy(tier, tier, n, h, 0, 1, leaves);
+      std::copy_backward(scores, scores + leaves, scores + leaves + 1);
+    }
+    const std::int64_t place = std::max<std::int64_t>(free - 1, 0);
+    scores[place] = 0;
+    return place;
   }
 
   // The scores of the tier's tokens after the queries.
   void draw(std::int64_t n, std::int64_t h) {
+    if (!group_.scored(n, 0)) return;
     const Tokens& tier = group_.tier;
-    if (group_.scored(n, 0)) {
-      for (std::int64_t g = 0; g < group_.groups; ++g) drawing_.take(g, &queries_[g * group_.keys.dim]);
-      const std::int64_t start = hidden_;
-      drawing_.measure(tier, n, h, group_.groups, tier.count - start, [&](std::int64_t t) { return start + t; });
-      drawing_.draw(0, tier.count - start, &drawn_[start]);
-    }
-    std::copy_n(drawn_.begin(), tier.count, tier.scores(n, h));
+    for (std::int64_t g = 0; g < group_.groups; ++g) drawing_.take(g, &queries_[g * group_.keys.dim]);
+    drawing_.measure(tier, n, h, group_.groups, tier.count - hidden_, [&](std::int64_t t) { return hidden_ + t; });
+    drawing_.draw(0, tier.count - hidden_, tier.scores(n, h) + hidden_);
   }
 
   void score(std::int64_t n, std::int64_t h) {
@@ -114,9 +117,8 @@ class Decoder {
 
   void weigh_coded(float added, float* __restrict scores) {
     const std::int64_t count = group_.tier.count - hidden_;
-    const std::int32_t* __restrict drawn = &drawn_[hidden_];
 #pragma omp simd
-    for (std::int64_t t = 0; t < count; ++t) scores[t] += added + log_weight_of(drawn[t]);
+    for (std::int64_t t = 0; t < count; ++t) scores[t] += added;
     std::fill(scores + count, scores + whole_lanes(count), kLogZero);
   }
 
@@ -158,7 +160,6 @@ class Decoder {
   const Group& group_;
   std::int64_t columns_ = 0, hidden_ = 0;  // free slots in front of the tier have no columns
   Drawing drawing_;
-  std::vector<std::int32_t> drawn_;
   std::vector<std::int16_t> wide_;
   std::vector<char> unsound_;
   std::vector<float> queries_, rotated_, out_, rotated_out_, beside_, mass_, best_, whole_, vector_;
