@@ -71,14 +71,14 @@ def _select_survivors(steps: Tensor, real: Tensor, score: Tensor, newest: int) -
     """Index in the line of the survivors, their scores, and which query sees each token of the line no more."""
     heads, length, places = score.shape[:2], real.shape[1], score.shape[2] - real.shape[1]
     weights, order = placed(WEIGHTS, steps.device), torch.arange(places + 1, device=steps.device)
-    slot, age = order[:-1], torch.cat([order[:-1], -1 - torch.arange(length, device=steps.device)])
+    slot, fresh = order[:-1], (order < newest - 1) | (order == places)  # once no slot is free
     evicted_at = torch.full_like(score, NEVER, dtype=torch.int64)
     index, entering, score = slot.expand(*heads, -1), score[:, :, places:], score[:, :, :places].int()
     for n in range(length):
         index = torch.cat([index, index.new_full((*heads, 1), places + n)], -1)
         score = torch.cat([score, entering[:, :, n : n + 1].int()], -1)
-        rank = score.long() * (places + 1) - order  # no two alike
-        least = rank.masked_fill((age[index] < newest - 1 - n) & (score >= 0), NEVER).argmin(-1, keepdim=True)
+        rank = score.long().masked_fill(fresh & (score >= 0), MOST_SCORE + 1) * (places + 1) - order  # no two alike
+        least = rank.argmin(-1, keepdim=True)
         evicted_at.scatter_(-1, index.gather(-1, least), n)
         enters = least * (score.gather(-1, least) < 0)  # the last free slot, or the first of all
         stay = torch.where(slot == enters, places, slot - ((slot > enters) & (slot <= least)).long())

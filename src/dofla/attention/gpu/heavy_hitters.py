@@ -147,8 +147,10 @@ def _select_survivors(
     steps += unit * groups * length * tokens
     drawn = tl.load(score + unit * tokens + here, mask=is_token, other=-1).to(tl.int32)
     goes = tl.full([TOKENS], _NEVER, tl.int32)
+    free = tl.sum(((t < places) & (drawn < 0)).to(tl.int32), axis=0)
+    last = places - newest - tl.where(t < places, free, 0)  # of those that may go, before any enters
     for n in range(0, length):
-        may_go = (t < places + n) & ((t <= places + n - newest) | (drawn < 0)) & (goes == _NEVER)
+        may_go = (t < places + n) & ((t <= last + n) | (drawn < 0)) & (goes == _NEVER)
         enters = tl.load(score + unit * tokens + places + n) >= 0  # padding does not
         goes = tl.where(t == tl.where(enters, lowest(drawn, may_go, TOKENS), places + n), n, goes)
         if tl.load(real + unit // kv_heads * length + n):
