@@ -129,6 +129,24 @@ def test_states_that_are_views_or_reordered_go_on_the_same(kernels, length, monk
 
 
 @needs_kernels
+def test_threads_share_a_long_tier_and_any_number_of_them_gives_the_same_bits(monkeypatch):
+    heads = heads_of(0, [HeadSizes(5, 2, 1, 0), SIZE])
+    inputs = vectors(1, heads, 1, 2, 5000)
+    inputs[0][:, 1] *= 0.1  # one query that sees all alike, and one that does not
+    _, state = step(heads, [x[:, :, :-1] for x in inputs], room=5000)
+    last, answers = [x[:, :, -1:] for x in inputs], []
+    for count in (1, 2, 3):
+        with threads(count):
+            answers.append(step(heads, last, state))
+    (out, after), *others = answers
+    assert all(torch.equal(out, own) and torch.equal(after.rows, rows.rows) for own, rows in others)
+    monkeypatch.setattr(compiled, "usable", lambda *_: False)
+    wanted, plain = step(heads, last, state)
+    assert torch.equal(after.rows, plain.rows)
+    torch.testing.assert_close(out, wanted, rtol=0, atol=1e-5)
+
+
+@needs_kernels
 def test_what_kernels_do_not_take_goes_to_plain_torch(monkeypatch):
     heads = heads_of()
     state = run(heads, vectors(1, heads, 2, 2, 40), [0, 40])[1][0]
