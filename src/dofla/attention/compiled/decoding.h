@@ -39,17 +39,29 @@ class Decoder {
     for (std::int64_t g = 0; g < group.groups; ++g) unsound_[g] = !group.query.read(n, first + g, 0, &queries_[g * dim]);
     begin_ = part ? end - kPart : free_places(group.tier.scores(n, h), end);
     count_ = end - begin_;
-    near_.clear();
-    if (!part) near_.push_back(&group.window);
+    near_.assign(!part, &group.window);
     if (!part && group.sinks) near_.push_back(&*group.sinks);
     columns_ = whole_lanes(count_);
     for (const Tokens* tokens : near_) columns_ += whole_lanes(tokens->count);
-    if (group.scored(n, 0)) draw(n, h);
+    if (group.scored(n, 0)) {
+      for (std::int64_t g = 0; g < group.groups; ++g) drawing_.take(g, &queries_[g * dim]);
+      drawing_.measure(group.tier, n, h, group.groups, count_, [&](std::int64_t t) { return begin_ + t; });
+      drawing_.draw(0, count_, group.tier.scores(n, h) + begin_);
+    }
     for (float& x : queries_) x *= group.scaling;
     score(n, h);
     for (auto* sums : {&seen.best, &seen.whole, &seen.mass}) sums->resize(group.groups);
     for (auto* sums : {&seen.out, &seen.rotated}) sums->resize(group.groups * group.values.dim);
-    for (std::int64_t g = 0; g < group.groups; ++g) exponentials(g, seen);
+    const std::int64_t coded = whole_lanes(count_);
+    for (std::int64_t g = 0; g < group.groups; ++g) {
+      float* __restrict score = &scores_[g * columns_];
+      const float best = largest(score, columns_, kLogZero);
+#pragma omp simd
+      for (std::int64_t t = 0; t < columns_; ++t) score[t] = exp_of_negative(score[t] - best);
+      seen.best[g] = best;
+      seen.whole[g] = sum(score, columns_);
+      seen.mass[g] = sum(score + columns_ - coded, coded);
+    }
     average(n, h, seen);
   }
 
@@ -106,24 +118,15 @@ class Decoder {
   std::int64_t make_room(std::int64_t n, std::int64_t h) {
     const Tokens& tier = group_.tier;
     std::int16_t* scores = tier.scores(n, h);
-    const std::int64_t free = free_places(scores, tier.count), newest = group_.numbers.newest - 1;
+    const std::int64_t free = free_places(scores, tier.count), place = std::max<std::int64_t>(free - 1, 0);
     if (!free) {
-      const std::int16_t lowest = least(scores + newest, tier.count - newest);
-      std::int64_t leaves = tier.count - 1;
-      while (scores[leaves] != lowest) --leaves;
+      const std::int64_t old = tier.count - (group_.numbers.newest - 1);
+      const std::int64_t leaves = tier.count - 1 - least(std::make_reverse_iterator(scores + tier.count), old);
       copy(tier, tier, n, h, 0, 1, leaves);
       std::copy_backward(scores, scores + leaves, scores + leaves + 1);
     }
-    const std::int64_t place = std::max<std::int64_t>(free - 1, 0);
     scores[place] = 0;
     return place;
-  }
-
-  // The scores of the tier's tokens after the queries.
-  void draw(std::int64_t n, std::int64_t h) {
-    for (std::int64_t g = 0; g < group_.groups; ++g) drawing_.take(g, &queries_[g * group_.keys.dim]);
-    drawing_.measure(group_.tier, n, h, group_.groups, count_, [&](std::int64_t t) { return begin_ + t; });
-    drawing_.draw(0, count_, group_.tier.scores(n, h) + begin_);
   }
 
   void score(std::int64_t n, std::int64_t h) {
@@ -153,16 +156,6 @@ class Decoder {
         weigh(count_, [beside = &beside_[first]](std::int64_t i, std::int64_t) { return beside[i]; });
       });
     });
-  }
-
-  void exponentials(std::int64_t g, Seen& seen) {
-    float* __restrict score = &scores_[g * columns_];
-    const float best = largest(score, columns_, kLogZero);
-#pragma omp simd
-    for (std::int64_t t = 0; t < columns_; ++t) score[t] = exp_of_negative(score[t] - best);
-    seen.best[g] = best;
-    seen.whole[g] = sum(score, columns_);
-    seen.mass[g] = sum(score + columns_ - whole_lanes(count_), whole_lanes(count_));
   }
 
   void average(std::int64_t n, std::int64_t h, Seen& seen) {

@@ -7,15 +7,17 @@
 
 #include <cmath>
 #include <numeric>
+#include <utility>
 
 namespace dofla::cache {
 
-// The least of `count` scores; those of evicted tokens do not count.
-inline std::int16_t least(const std::int16_t* score, std::int64_t count) {
+// The place of the least of `count` scores, the foremost of several; evicted tokens do not count.
+template <typename Scores>
+inline std::int64_t least(const Scores& score, std::int64_t count) {
   std::uint16_t best = kMostScore;  // below what kEvicted is
 #pragma omp simd reduction(min : best)
   for (std::int64_t t = 0; t < count; ++t) best = std::min<std::uint16_t>(best, score[t]);
-  return best;
+  return std::find(score, score + count, best) - score;
 }
 
 // How many places of a tier are free: the foremost.
@@ -218,26 +220,23 @@ inline void select_survivors(const Group& group, const Tokens& line, std::int64_
     }
     for (std::int64_t i = 0; i < rows; ++i) {
       if (score[there + i] != kEvicted && --free < 0) {
-        const std::int16_t lowest = least(score.data(), there + i + 1 - group.numbers.newest);
-        const std::int64_t leaves = std::find(score.begin(), score.end(), lowest) - score.begin();
+        const std::int64_t leaves = least(score.data(), there + i + 1 - group.numbers.newest);
         until[place[leaves]] = first + i;
         score[leaves] = kEvicted;
         free = 0;
       }
       if (group.scored(n, first + i)) drawing.draw(i * group.groups, there + i + 1, score.data());
     }
-    std::int64_t next = 0;
-    for (std::int64_t t = 0; t < there + rows; ++t) {
+    for (std::int64_t t = 0, all = std::exchange(there, 0) + rows; t < all; ++t) {
       if (score[t] == kEvicted) continue;
-      place[next] = place[t];
-      score[next++] = score[t];
+      place[there] = place[t];
+      score[there++] = score[t];
     }
-    there = next;
   }
   for (std::int64_t t = 0, to = count - 1; t < there; ++t, --to) {
     if (place[t] != to) copy(line, group.tier, n, h, place[t], to, 1);
-    after[to] = score[t];
   }
+  std::reverse_copy(score.begin(), score.begin() + there, after + count - there);
 }
 
 }  // namespace dofla::cache

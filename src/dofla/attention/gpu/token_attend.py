@@ -138,8 +138,7 @@ def attend_and_update(
             _join(sums, value_constants, head, out, parts, first + tl.arange(0, ROWS), VALUE, SHAPE)
         if counts > 0:  # padding changes nothing
             there = (lane <= slots) & (slot != evicted)
-            is_free = tl.min(tl.where(lane <= slots, score, 0), axis=0) < 0
-            enters = tl.where(is_free, evicted, 0)
+            enters = tl.where(tl.min(tl.where(lane <= slots, score, 0), axis=0) < 0, evicted, 0)
             g = tl.arange(0, triton.next_power_of_2(GROUPS))
             steps = at(scratch, SHAPE.steps, tl.float32) + g[:, None] * (SHAPE.places + 1) + slot[None, :]
             if number(own, GROWS) == 0:
