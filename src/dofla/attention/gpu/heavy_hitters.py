@@ -138,8 +138,7 @@ def _select_survivors(
     GROUPS: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
-    """One program per unit walks from query to query. Lanes are tokens, the oldest first: of those that are there none of
-    the last may go."""
+    """One program per unit walks from query to query. Lanes are tokens, the oldest first: the last may not go."""
     unit = tl.program_id(0).to(tl.int64)
     g, t = tl.arange(0, GROUPS), tl.arange(0, TOKENS)
     is_token, is_head, places = t < tokens, g < groups, tokens - length
