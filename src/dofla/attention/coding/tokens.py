@@ -40,13 +40,13 @@ class CodedTokens(Tensors):
         return CodedTokens(*(torch.cat([getattr(x, field.name) for x in (self, later)], 2) for field in fields(self)))
 
     def with_slots(self, slots: int) -> CodedTokens:
-        """Those of a tier with so many slots, free ones in front."""
+        """A tier of so many slots with the same tokens, behind free ones."""
         free = slots - len(self)
         key, key_scale, value, value_scale = (F.pad(x, (0, 0, free, 0)) for x in [*vars(self).values()][:4])
         return CodedTokens(key, key_scale, value, value_scale, F.pad(self.score, (free, 0), value=FREE))
 
     def oldest_first(self) -> CodedTokens:
-        """Those of a tier, behind the free slots, the other way round."""
+        """A tier's tokens the other way round, behind its free slots."""
         slot, free = torch.arange(len(self), device=self.score.device), (self.score == FREE).sum(-1, keepdim=True)
         return self.take(torch.where(slot < free, slot, len(self) - 1 + free - slot))
 
