@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from dofla import DoflaError
 from dofla.attention import Coder, CompressedState, HeadSizes, compiled
-from dofla.attention.constants import MOST_SCORE
+from dofla.attention.constants import FREE, MOST_SCORE
 
 WAYS = pytest.mark.parametrize("kernels", [pytest.param(True, marks=needs_kernels), False], ids=["kernels", "torch"])
 OTHER = HeadSizes(window=7, sinks=0, newest=1, heavy_hitters=20)
@@ -75,6 +75,25 @@ def test_heads_of_all_sizes_share_a_call_and_see_what_they_see_alone(kernels, le
         assert torch.equal(alone.layout.close([contents]).rows, after[-1].rows)
 
 
+@WAYS
+@pytest.mark.parametrize("exact", [False, True], ids=["sequential", "exact"])
+@pytest.mark.parametrize("length", [1, 5])
+def test_a_token_enters_a_tier_in_front_of_all_others_which_keep_their_slots(kernels, exact, length):
+    sizes, end = [HeadSizes(5, 2, 1, 0), HeadSizes(5, 2, 1, 60)], 40 + length  # one that grows, and one that does not
+    heads = heads_of(0, sizes)
+    inputs = vectors(1, heads, 1, 1, end)
+    _, states, _ = run(heads, inputs, [0, 40, end], kernels=kernels, exact=exact, room=end)
+    layout = heads.layout_of(states[0].rows.shape[-1])
+    for head, (tier, before, after) in enumerate(zip(heads.tiers, *map(layout.open, states), strict=True)):
+        free = len(after.tier) - (end - 7)
+        assert (after.tier.score[:, :, :free] == FREE).all()
+        assert (after.tier.score[:, :, free:] >= 0).all()
+        codes, _ = tier.key.encode(inputs[1][:, [head], 2 : end - 5].flip(2))
+        assert torch.equal(after.tier.key[:, :, free:], codes)
+        for one, other in list(zip(vars(before.tier).values(), vars(after.tier).values(), strict=True))[:4]:
+            assert torch.equal(one[:, :, free + length :], other[:, :, free + length :])
+
+
 def test_what_draws_attention_stays_and_what_does_not_goes():
     heads = heads_of(0, [HeadSizes(3, 2, 9, 9)], 16, 16)
     query, key, value = vectors(0, heads, 1, 1, 200)
@@ -107,6 +126,24 @@ def test_states_that_are_views_or_reordered_go_on_the_same(kernels, length, monk
     order = torch.tensor([2, 0, 0])
     assert torch.equal(step(heads, [x[order] for x in inputs], state.reorder(order))[0], out[order])
     assert torch.equal(step(heads, inputs, state, in_place=True)[0], out)
+
+
+@needs_kernels
+def test_threads_share_a_long_tier_and_any_number_of_them_gives_the_same_bits(monkeypatch):
+    heads = heads_of(0, [HeadSizes(5, 2, 1, 0), SIZE])
+    inputs = vectors(1, heads, 1, 2, 5000)
+    inputs[0][:, 1] *= 0.1  # one query that sees all alike, and one that does not
+    _, state = step(heads, [x[:, :, :-1] for x in inputs], room=5000)
+    last, answers = [x[:, :, -1:] for x in inputs], []
+    for count in (1, 2, 3):
+        with threads(count):
+            answers.append(step(heads, last, state))
+    (out, after), *others = answers
+    assert all(torch.equal(out, own) and torch.equal(after.rows, rows.rows) for own, rows in others)
+    monkeypatch.setattr(compiled, "usable", lambda *_: False)
+    wanted, plain = step(heads, last, state)
+    assert torch.equal(after.rows, plain.rows)
+    torch.testing.assert_close(out, wanted, rtol=0, atol=1e-5)
 
 
 @needs_kernels

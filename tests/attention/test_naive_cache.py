@@ -58,9 +58,9 @@ def test_tokens_stay_in_the_window_then_as_sinks_then_in_the_tier():
     tier = heads_of(0, [SIZE] * 2, 16, 16).tiers[0]
     for own in places(cache, tier):
         assert len(own) == SIZE.newest + SIZE.heavy_hitters
-        assert own == sorted(own)
+        assert own == sorted(own, reverse=True)  # the newest first, whatever was evicted
         end = LENGTH - SIZE.window
-        assert own[-SIZE.newest :] == list(range(end - SIZE.newest, end))
+        assert own[: SIZE.newest] == list(range(end - SIZE.newest, end))[::-1]
 
 
 def test_with_room_for_all_tokens_attention_is_that_of_softmax():
@@ -76,7 +76,7 @@ def test_a_rule_of_eviction_is_a_small_class():
     tier = heads_of(0, [SIZE] * 2, 16, 16).tiers[0]
     cache, _ = read(Oldest())
     end = LENGTH - SIZE.window
-    assert places(cache, tier) == [list(range(end - SIZE.newest - SIZE.heavy_hitters, end))] * 2
+    assert places(cache, tier) == [list(range(end - SIZE.newest - SIZE.heavy_hitters, end))[::-1]] * 2
     by_rule = {rule: places(read(rule())[0], tier) for rule in (Oldest, Mean, HeavyHitters)}
     assert by_rule[Oldest] != by_rule[Mean] != by_rule[HeavyHitters] != by_rule[Oldest]
     assert places(read()[0], tier) == by_rule[HeavyHitters]

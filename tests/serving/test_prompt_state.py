@@ -76,8 +76,8 @@ def test_a_state_of_another_form_or_a_damaged_one_is_refused_by_name(tiny, tmp_p
             DoflaError, match=r"document\.safetensors is no state of this version and of a model of this"
         ):
             load_state(path, other)
-    with monkeypatch.context() as later:
-        later.setattr("dofla.serving.prompt_state._FORMAT", "9")
+    with monkeypatch.context() as earlier:
+        earlier.setattr("dofla.serving.prompt_state._FORMAT", "8")
         with pytest.raises(DoflaError, match=r"document\.safetensors is no state of this version"):
             load_state(path, model)
     path.write_bytes(path.read_bytes()[:-20])

@@ -57,7 +57,7 @@ class NaiveCache:
 
     Attributes:
         window, sinks: keys [R, n, d] and values [R, n, dv], as they come back from int8.
-        codes: of the tier, those of keys and those of values.
+        codes: of the tier, those of keys and those of values, the newest token first.
         scores: of the tier [R, n].
     """
 
@@ -93,17 +93,16 @@ class NaiveCache:
             return
         codes = tuple(coder.encode(_heads(x, coder)) for coder, x in zip(self.coders, oldest, strict=True))
         entering = tuple((_rows(code), _rows(scale)) for code, scale in codes)
-        self.codes = entering if self.codes is None else tuple(map(_then, self.codes, entering))  # type: ignore[assignment]
+        self.codes = entering if self.codes is None else tuple(map(_then, entering, self.codes))  # type: ignore[assignment]
         zero = torch.zeros(len(key), 1)
-        self.scores = torch.cat([self.scores, zero], 1) if self.scores.numel() else zero
+        self.scores = torch.cat([zero, self.scores], 1) if self.scores.numel() else zero
         if not self.size.grows and self.scores.shape[1] > self.size.newest + self.size.heavy_hitters:
             self._evict()
 
     def _evict(self) -> None:
         """The token with the lowest score goes, the oldest of several; the newest stay in any case."""
-        old = self.scores.shape[1] - self.size.newest
-        lowest = self.scores[:, :old].argmin(1, keepdim=True)
         order = torch.arange(self.scores.shape[1])
+        lowest = order[-1] - self.scores[:, self.size.newest :].flip(1).argmin(1, keepdim=True)
         stay = order.expand_as(self.scores)[order != lowest].view(len(self.scores), -1)
         assert self.codes is not None
         self.codes = tuple(  # type: ignore[assignment]

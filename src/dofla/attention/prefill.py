@@ -14,7 +14,7 @@ groups: on a GPU a prompt of some thousand tokens takes as long as its kernels a
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
 import torch
@@ -67,8 +67,8 @@ def exact_prefill(
 
 @dataclass(frozen=True)
 class _Held:
-    """Contents of the caches of a layer, all KV heads together. Tiers that are smaller than others have free slots in
-    front, so that the heads' tokens stand side by side."""
+    """Contents of the caches of a layer, all KV heads together, oldest tokens first. Tiers that are smaller than others
+    have free slots in front, so that the heads' tokens stand side by side."""
 
     contents: Sequence[Contents]  # of each group
     sinks: PackedTokens
@@ -79,6 +79,7 @@ class _Held:
 
     @classmethod
     def of(cls, tiers: Sequence[Tier], contents: Sequence[Contents], backend: Backend) -> _Held:
+        contents = [replace(own, tier=own.tier.oldest_first()) for own in contents]
         slots = max(len(own.tier) for own in contents)
         pairs = list(zip(tiers, (own.tier for own in contents), strict=True))
         keys = [backend.decode(tier.key, (x.key, x.key_scale)) for tier, x in pairs]
@@ -170,10 +171,10 @@ def _select(
     score = score.masked_fill(left & (behind < newest), torch.inf).masked_fill(~left, -1.0)
     best = score.topk(min(max(slots), len(line)), -1)
     fits = (best.values >= 0) & (torch.arange(best.values.shape[2], device=device) < room)
-    # In their order, behind the free slots.
-    order = torch.where(fits, best.indices, best.indices - len(line)).sort(-1).values
-    order = F.pad(order, (max(slots) - order.shape[2], 0), value=-1)
-    index, free = order % len(line), order < 0
+    # The newest first, behind the free slots.
+    order = torch.where(fits, best.indices, best.indices + len(line)).sort(-1, descending=True).values
+    order = F.pad(order, (max(slots) - order.shape[2], 0), value=len(line))
+    index, free = order % len(line), order >= len(line)
     after = (
         gather_tokens(later * (1 - grows), index).round().clamp(max=MOST_SCORE).masked_fill(free, FREE).to(torch.int16)
     )

@@ -17,8 +17,8 @@ from dofla.integration.positions import text_positions
 from dofla.integration.reading import check_keeps_states, check_readable
 from dofla.storage.tensors import read_tensors, write_tensors
 
-_FORMAT = "8"
-"""Earlier ones had other names and several tensors in a compressed layer."""
+_FORMAT = "9"
+"""Earlier ones had the oldest tokens of a tier first, other names, or several tensors in a compressed layer."""
 
 
 def read_prompt(model: PreTrainedModel, input_ids: Tensor, *, chunk: int = 4096, cache: Cache | None = None) -> Cache:

@@ -37,9 +37,9 @@ def test_logarithms_and_choice_are_those_of_plain_torch(dim, bits, scale, groups
     query_integers, codes = coder.rotate_query_integer(scale * query[:, :, places:]), coder.encode(key)
     generator = torch.Generator().manual_seed(1)
     score = torch.randint(0, 40, (2, 2, places + length), generator=generator).to(torch.int16)
-    score[0, 0, 3], score[1, :, :5], score[:, :, places:] = MOST_SCORE, FREE, 0
+    score[0, 0, 3], score[1, 0, :3], score[:, :, places:] = MOST_SCORE, FREE, 0
+    score[1, 1, : places + length // 4] = FREE  # padding comes before the first token
     real = torch.rand(2, length, generator=generator) < 0.8
-    score[:, :, places:][~real.unsqueeze(1).expand(-1, 2, -1)] = FREE
     steps = heavy_hitters._steps(query_integers, coder.numbers(*codes), PER_STEP)
 
     line = CodedTokens(*codes, *codes, score)

@@ -115,7 +115,7 @@ def test_coders_that_were_calibrated_again_are_those_of_the_next_token():
     state = read(heads, text, [0, before])[1]
     with calls_of_kernels():
         found = [read(heads, text, [before, before + 1], state)[0]]
-        (decoder,) = decoders_of(heads)
+        (decoder,) = decoders_of(heads, heads.layout)
         places = [coder.constants.data_ptr() for coder in decoder.coders()]
         for change in (
             lambda coder: coder.mean.add_(1),

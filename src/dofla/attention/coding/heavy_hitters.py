@@ -33,7 +33,7 @@ def select_survivors(
         query_integers: queries [B, H, L, ...], as :meth:`dofla.attention.Coder.rotate_query_integer` gives them; query
             i attends once token i has entered.
         real: [B, L], which queries are not padding.
-        line: the tokens that are there, and the L that enter: S tokens.
+        line: the slots of the tier, free ones and the newest tokens first, and the L tokens that enter: S in all.
 
     Returns:
         The tier after; and the first query that sees each token of the line no more [B, Hkv, S], or :data:`NEVER`.
@@ -71,16 +71,17 @@ def _select_survivors(steps: Tensor, real: Tensor, score: Tensor, newest: int) -
     """Index in the line of the survivors, their scores, and which query sees each token of the line no more."""
     heads, length, places = score.shape[:2], real.shape[1], score.shape[2] - real.shape[1]
     weights, order = placed(WEIGHTS, steps.device), torch.arange(places + 1, device=steps.device)
+    slot, fresh = order[:-1], (order < newest - 1) | (order == places)  # once no slot is free
     evicted_at = torch.full_like(score, NEVER, dtype=torch.int64)
-    index, entering, score = order[:-1].expand(*heads, -1), score[:, :, places:], score[:, :, :places].int()
+    index, entering, score = slot.expand(*heads, -1), score[:, :, places:], score[:, :, :places].int()
     for n in range(length):
         index = torch.cat([index, index.new_full((*heads, 1), places + n)], -1)
         score = torch.cat([score, entering[:, :, n : n + 1].int()], -1)
-        rank = score.long() * (places + 1) + order  # no two alike
-        least = rank[:, :, : places + 1 - newest].argmin(-1, keepdim=True)
-        leaving = index.gather(-1, least)
-        evicted_at.scatter_(-1, leaving, n)
-        stay = order[:-1] + (order[:-1] >= least)
+        rank = score.long().masked_fill(fresh & (score >= 0), MOST_SCORE + 1) * (places + 1) - order  # no two alike
+        least = rank.argmin(-1, keepdim=True)
+        evicted_at.scatter_(-1, index.gather(-1, least), n)
+        enters = least * (score.gather(-1, least) < 0)  # the last free slot, or the first of all
+        stay = torch.where(slot == enters, places, slot - ((slot > enters) & (slot <= least)).long())
         index, score = index.gather(-1, stay), score.gather(-1, stay)
         score = torch.where(real[:, None, n : n + 1], _drawn(score, steps[:, :, :, n], index, weights), score)
     return index, score.to(torch.int16), evicted_at

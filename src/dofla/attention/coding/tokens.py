@@ -14,8 +14,9 @@ from dofla.attention.state import Tensors
 
 @dataclass(frozen=True)
 class CodedTokens(Tensors):
-    """n tokens in the order in which they came, others in each head: codes and scales of keys and of values
-    [B, Hkv, n, bytes], uint8; and ``score`` [B, Hkv, n], int16, :data:`FREE` for free slots and padding."""
+    """n tokens, others in each head: codes and scales of keys and of values [B, Hkv, n, bytes], uint8; and ``score``
+    [B, Hkv, n], int16, :data:`FREE` for free slots and padding. A tier has free slots in front, then the newest token,
+    and the oldest at the end: one that enters a free slot moves no other."""
 
     key: Tensor
     key_scale: Tensor
@@ -39,10 +40,15 @@ class CodedTokens(Tensors):
         return CodedTokens(*(torch.cat([getattr(x, field.name) for x in (self, later)], 2) for field in fields(self)))
 
     def with_slots(self, slots: int) -> CodedTokens:
-        """The last so many, or these behind free slots."""
+        """A tier of so many slots with the same tokens, behind free ones."""
         free = slots - len(self)
         key, key_scale, value, value_scale = (F.pad(x, (0, 0, free, 0)) for x in [*vars(self).values()][:4])
         return CodedTokens(key, key_scale, value, value_scale, F.pad(self.score, (free, 0), value=FREE))
+
+    def oldest_first(self) -> CodedTokens:
+        """A tier's tokens the other way round, behind its free slots."""
+        slot, free = torch.arange(len(self), device=self.score.device), (self.score == FREE).sum(-1, keepdim=True)
+        return self.take(torch.where(slot < free, slot, len(self) - 1 + free - slot))
 
     def take(self, index: Tensor) -> CodedTokens:
         """The tokens at ``index`` [B, Hkv, m]."""

@@ -10,23 +10,102 @@
 
 namespace dofla::cache {
 
+// Tokens of a part of a tier that grows, which threads share. The first part is what is left, with window and sinks.
+constexpr std::int64_t kPart = 2048;
+
+// What the queries of a KV head see of a part: their largest scores, sums of weights, and of the tier's alone [G]; weighted sums
+// of values in eight bits, and of rotated ones [G, dv]. And whether the new key and value are finite.
+struct Seen {
+  std::vector<float> best, whole, mass, out, rotated;
+  bool finite;
+};
+
 // One thread's scratch memory and what it does with a KV head of a sequence.
 class Decoder {
  public:
   explicit Decoder(const Group& group)
-      : group_(group), drawing_(group, group.groups, group.tier.count), drawn_(group.tier.count + 1),
+      : group_(group), drawing_(group, group.groups, group.numbers.grows ? 0 : group.tier.count),
         wide_(std::max(group.keys.dim, group.values.dim)), unsound_(group.groups), queries_(group.groups * group.keys.dim),
-        rotated_(queries_.size()), out_(group.groups * group.values.dim), rotated_out_(out_.size()), beside_(group.groups),
-        mass_(group.groups), best_(group.groups), whole_(group.groups), vector_(wide_.size()),
+        rotated_(queries_.size()), beside_(group.groups), vector_(wide_.size()),
         scores_(group.groups * group.columns()) {}
 
+  // What the queries see of one of the parts; with the first, puts the token into the state.
+  void see(std::int64_t n, std::int64_t h, std::size_t part, std::vector<Seen>& parts) {
+    const Group& group = group_;
+    const std::int64_t dim = group.keys.dim, first = group.heads[h] * group.groups;
+    const std::int64_t end = group.tier.count - (part ? part - 1 : parts.size() - 1) * kPart;
+    Seen& seen = parts[part];
+    if (!part) seen.finite = code(n, h);
+    for (std::int64_t g = 0; g < group.groups; ++g) unsound_[g] = !group.query.read(n, first + g, 0, &queries_[g * dim]);
+    begin_ = part ? end - kPart : free_places(group.tier.scores(n, h), end);
+    count_ = end - begin_;
+    near_.assign(!part, &group.window);
+    if (!part && group.sinks) near_.push_back(&*group.sinks);
+    columns_ = whole_lanes(count_);
+    for (const Tokens* tokens : near_) columns_ += whole_lanes(tokens->count);
+    if (group.scored(n, 0)) {
+      for (std::int64_t g = 0; g < group.groups; ++g) drawing_.take(g, &queries_[g * dim]);
+      drawing_.measure(group.tier, n, h, group.groups, count_, [&](std::int64_t t) { return begin_ + t; });
+      drawing_.draw(0, count_, group.tier.scores(n, h) + begin_);
+    }
+    for (float& x : queries_) x *= group.scaling;
+    score(n, h);
+    for (auto* sums : {&seen.best, &seen.whole, &seen.mass}) sums->resize(group.groups);
+    for (auto* sums : {&seen.out, &seen.rotated}) sums->resize(group.groups * group.values.dim);
+    const std::int64_t coded = whole_lanes(count_);
+    for (std::int64_t g = 0; g < group.groups; ++g) {
+      float* __restrict score = &scores_[g * columns_];
+      const float best = largest(score, columns_, kLogZero);
+#pragma omp simd
+      for (std::int64_t t = 0; t < columns_; ++t) score[t] = exp_of_negative(score[t] - best);
+      seen.best[g] = best;
+      seen.whole[g] = sum(score, columns_);
+      seen.mass[g] = sum(score + columns_ - coded, coded);
+    }
+    average(n, h, seen);
+  }
+
+  // Output rows of the query heads by all parts, the last of which this thread has seen; rows of NaN if the token is not
+  // finite, or the query.
+  void join(std::int64_t n, std::int64_t h, std::vector<Seen>& parts, const Vectors& out) {
+    const Group& group = group_;
+    const std::int64_t dim = group.values.dim;
+    Seen& all = parts[0];
+    for (std::int64_t g = 0; g < group.groups; ++g) {
+      for (std::size_t part = 1; part < parts.size(); ++part) {
+        const Seen& other = parts[part];  // of the tier alone
+        const float best = std::max(all.best[g], other.best[g]);
+        const float left = exp_of_negative(all.best[g] - best), share = exp_of_negative(other.best[g] - best);
+        all.best[g] = best;
+        all.whole[g] = left * all.whole[g] + share * other.whole[g];
+        all.mass[g] = left * all.mass[g] + share * other.mass[g];
+        for (std::int64_t i = g * dim; i < (g + 1) * dim; ++i) {
+          all.out[i] *= left;
+          all.rotated[i] = left * all.rotated[i] + share * other.rotated[i];
+        }
+      }
+    }
+    const coding::Coder coder = group.values.head(h);
+    coding::with_block(coder.block, [&](auto block) {
+      coding::with_groups(group.groups, [&](auto g, std::int64_t first) {
+        coding::unrotate<block, g>(coder, &all.rotated[first * dim], &all.mass[first], &all.out[first * dim]);
+      });
+    });
+    for (std::int64_t g = 0; g < group.groups; ++g) {
+      float* row = &all.out[g * dim];
+      const float scale = all.best[g] > kLogZero / 2 ? 1.0f / all.whole[g] : 0.0f;
+      for (std::int64_t i = 0; i < dim; ++i) row[i] *= scale;
+      if (unsound_[g] || !all.finite) std::fill_n(row, dim, NAN);
+      out.write(n, group.heads[h] * group.groups + g, 0, row);
+    }
+  }
+
+ private:
   // Puts the token into the state; false if the key or the value holds NaN or infinity.
   bool code(std::int64_t n, std::int64_t h) {
     const Group& group = group_;
-    const std::int64_t last = group.window.count - 1, count = group.tier.count;
-    const std::int64_t leaves = select_evicted(n, h);
-    copy(group.tier, group.tier, n, h, leaves + 1, leaves, count - 1 - leaves);
-    enter(group, group.window, 0, group.tier, count - 1, n, h, wide_);
+    const std::int64_t last = group.window.count - 1;
+    if (group.entering[n] > kLogZero) enter(group, group.window, 0, group.tier, make_room(n, h), n, h, wide_);
     for (std::int64_t place = 0; group.sinks && place < group.sinks->count; ++place) {
       if (group.sources[n * group.sinks->count + place] == 0) copy(group.window, *group.sinks, n, h, 0, place, 1);
     }
@@ -34,134 +113,75 @@ class Decoder {
     return pack(group, 0, group.window.log_weights(n)[last] <= kLogZero, group.window, last, n, h, vector_);
   }
 
-  // Output rows of the query heads; rows of NaN if the token is not `finite`, or the query.
-  void attend(std::int64_t n, std::int64_t h, bool finite, const Vectors& out) {
-    const Group& group = group_;
-    const std::int64_t dim = group.keys.dim, first = group.heads[h] * group.groups;
-    for (std::int64_t g = 0; g < group.groups; ++g) {
-      unsound_[g] = !group.query.read(n, first + g, 0, &queries_[g * dim]) || !finite;
-    }
-    hidden_ = free_places(drawn_.data(), group.tier.count);
-    columns_ = group.columns() + whole_lanes(group.tier.count - hidden_) - whole_lanes(group.tier.count);
-    draw(n, h);
-    for (float& x : queries_) x *= group.scaling;
-    score(n, h);
-    for (std::int64_t g = 0; g < group.groups; ++g) exponentials(g);
-    average(n, h);
-    for (std::int64_t g = 0; g < group.groups; ++g) {
-      float* row = &out_[g * group.values.dim];
-      const float scale = best_[g] > kLogZero / 2 ? 1.0f / whole_[g] : 0.0f;
-      for (std::int64_t i = 0; i < group.values.dim; ++i) row[i] *= scale;
-      if (unsound_[g]) std::fill_n(row, group.values.dim, NAN);
-      out.write(n, first + g, 0, row);
-    }
-  }
-
- private:
-  // Which token leaves the tier; the others' scores.
-  std::int64_t select_evicted(std::int64_t n, std::int64_t h) {
-    const std::int64_t count = group_.tier.count;
-    std::copy_n(group_.tier.scores(n, h), count, drawn_.begin());
-    drawn_[count] = group_.entering[n] > kLogZero ? 0 : kFree;
-    const std::int64_t leaves = least(drawn_.data(), count + 1 - group_.numbers.newest);
-    std::copy(drawn_.begin() + leaves + 1, drawn_.end(), drawn_.begin() + leaves);
-    return leaves;
-  }
-
-  // The scores of the tier's tokens after the queries.
-  void draw(std::int64_t n, std::int64_t h) {
+  // The place of the tier for a token that enters: the last free one, or the first, once the token of the least score has left,
+  // the oldest of several, and those before it have moved.
+  std::int64_t make_room(std::int64_t n, std::int64_t h) {
     const Tokens& tier = group_.tier;
-    if (group_.scored(n, 0)) {
-      for (std::int64_t g = 0; g < group_.groups; ++g) drawing_.take(g, &queries_[g * group_.keys.dim]);
-      const std::int64_t start = hidden_;
-      drawing_.measure(tier, n, h, group_.groups, tier.count - start, [&](std::int64_t t) { return start + t; });
-      drawing_.draw(0, tier.count - start, &drawn_[start]);
+    std::int16_t* scores = tier.scores(n, h);
+    const std::int64_t free = free_places(scores, tier.count), place = std::max<std::int64_t>(free - 1, 0);
+    if (!free) {
+      const std::int64_t old = tier.count - (group_.numbers.newest - 1);
+      const std::int64_t leaves = tier.count - 1 - least(std::make_reverse_iterator(scores + tier.count), old);
+      copy(tier, tier, n, h, 0, 1, leaves);
+      std::copy_backward(scores, scores + leaves, scores + leaves + 1);
     }
-    std::copy_n(drawn_.begin(), tier.count, tier.scores(n, h));
+    scores[place] = 0;
+    return place;
   }
 
   void score(std::int64_t n, std::int64_t h) {
-    const Group& group = group_;
-    const coding::Coder coder = group.keys.head(h);
+    const coding::Coder coder = group_.keys.head(h);
     coding::with_block(coder.block, [&](auto block) {
-      coding::with_groups(group.groups, [&](auto g, std::int64_t first) {
+      coding::with_groups(group_.groups, [&](auto g, std::int64_t first) {
         const float* queries = &queries_[first * coder.dim];
         float *rotated = &rotated_[first * coder.dim], *to = &scores_[first * columns_];
         coding::rotate_query<block, g>(coder, queries, rotated, &beside_[first]);
-        const auto exact = [&](const Tokens& tokens) {
-          coding::scores<block, g>(coder.dim, tokens.row<std::int8_t>(0, n, h, 0), tokens.row<std::int8_t>(1, n, h, 0),
-                                   tokens.count, queries, to, columns_);
-          for (std::int64_t i = 0; i < g; ++i) weigh_exact(tokens, n, to + i * columns_);
-          to += whole_lanes(tokens.count);
+        // Nobody sees the columns behind tokens.
+        const auto weigh = [&](std::int64_t count, const auto& weight) {
+          for (std::int64_t i = 0; i < g; ++i) {
+            float* __restrict scores = to + i * columns_;
+            for (std::int64_t t = 0; t < count; ++t) scores[t] += weight(i, t);
+            std::fill(scores + count, scores + whole_lanes(count), kLogZero);
+          }
+          to += whole_lanes(count);
         };
-        exact(group.window);
-        if (group.sinks) exact(*group.sinks);
-        const Tokens& tier = group.tier;
-        coding::scores<block, g>(coder, tier.row<std::uint8_t>(0, n, h, hidden_), tier.row<std::uint8_t>(1, n, h, hidden_),
-                                 tier.count - hidden_, rotated, to, columns_);
-        for (std::int64_t i = 0; i < g; ++i) weigh_coded(beside_[first + i], to + i * columns_);
+        for (const Tokens* tokens : near_) {
+          coding::scores<block, g>(coder.dim, tokens->row<std::int8_t>(0, n, h, 0), tokens->row<std::int8_t>(1, n, h, 0),
+                                   tokens->count, queries, to, columns_);
+          weigh(tokens->count, [log_weights = tokens->log_weights(n)](std::int64_t, std::int64_t t) { return log_weights[t]; });
+        }
+        const Tokens& tier = group_.tier;
+        coding::scores<block, g>(coder, tier.row<std::uint8_t>(0, n, h, begin_), tier.row<std::uint8_t>(1, n, h, begin_), count_,
+                                 rotated, to, columns_);
+        weigh(count_, [beside = &beside_[first]](std::int64_t i, std::int64_t) { return beside[i]; });
       });
     });
   }
 
-  // Scores with the log-weights of their tokens; nobody sees the columns behind them.
-  void weigh_exact(const Tokens& tokens, std::int64_t n, float* __restrict scores) {
-    const float* __restrict log_weight = tokens.log_weights(n);
-#pragma omp simd
-    for (std::int64_t t = 0; t < tokens.count; ++t) scores[t] += log_weight[t];
-    std::fill(scores + tokens.count, scores + whole_lanes(tokens.count), kLogZero);
-  }
-
-  void weigh_coded(float added, float* __restrict scores) {
-    const std::int64_t count = group_.tier.count - hidden_;
-    const std::int32_t* __restrict drawn = &drawn_[hidden_];
-#pragma omp simd
-    for (std::int64_t t = 0; t < count; ++t) scores[t] += added + log_weight_of(drawn[t]);
-    std::fill(scores + count, scores + whole_lanes(count), kLogZero);
-  }
-
-  void exponentials(std::int64_t g) {
-    float* __restrict score = &scores_[g * columns_];
-    const float best = largest(score, columns_, kLogZero);
-#pragma omp simd
-    for (std::int64_t t = 0; t < columns_; ++t) score[t] = exp_of_negative(score[t] - best);
-    best_[g] = best;
-    whole_[g] = sum(score, columns_);
-  }
-
-  void average(std::int64_t n, std::int64_t h) {
-    const Group& group = group_;
-    const coding::Coder coder = group.values.head(h);
-    std::fill(out_.begin(), out_.end(), 0.0f);
-    std::fill(rotated_out_.begin(), rotated_out_.end(), 0.0f);
+  void average(std::int64_t n, std::int64_t h, Seen& seen) {
+    const coding::Coder coder = group_.values.head(h);
     coding::with_block(coder.block, [&](auto block) {
-      coding::with_groups(group.groups, [&](auto g, std::int64_t first) {
-        float *to = &out_[first * coder.dim], *rotated = &rotated_out_[first * coder.dim];
+      coding::with_groups(group_.groups, [&](auto g, std::int64_t first) {
         const float* weights = &scores_[first * columns_];
-        const auto exact = [&](const Tokens& tokens) {
-          coding::weighed<block, g>(coder.dim, tokens.row<std::int8_t>(2, n, h, 0), tokens.row<std::int8_t>(3, n, h, 0),
-                                    tokens.count, weights, columns_, to);
-          weights += whole_lanes(tokens.count);
-        };
-        exact(group.window);
-        if (group.sinks) exact(*group.sinks);
-        const std::int64_t coded = columns_ - (weights - &scores_[first * columns_]);
-        for (std::int64_t i = 0; i < g; ++i) mass_[first + i] = sum(weights + i * columns_, coded);
-        const Tokens& tier = group.tier;
-        coding::weighed<block, g>(coder, tier.row<std::uint8_t>(2, n, h, hidden_), tier.row<std::uint8_t>(3, n, h, hidden_),
-                                  tier.count - hidden_, weights, columns_, rotated);
-        coding::unrotate<block, g>(coder, rotated, &mass_[first], to);
+        for (const Tokens* tokens : near_) {
+          coding::weighed<block, g>(coder.dim, tokens->row<std::int8_t>(2, n, h, 0), tokens->row<std::int8_t>(3, n, h, 0),
+                                    tokens->count, weights, columns_, &seen.out[first * coder.dim]);
+          weights += whole_lanes(tokens->count);
+        }
+        const Tokens& tier = group_.tier;
+        coding::weighed<block, g>(coder, tier.row<std::uint8_t>(2, n, h, begin_), tier.row<std::uint8_t>(3, n, h, begin_), count_,
+                                  weights, columns_, &seen.rotated[first * coder.dim]);
       });
     });
   }
 
   const Group& group_;
-  std::int64_t columns_ = 0, hidden_ = 0;  // free slots in front of the tier have no columns
+  std::int64_t begin_ = 0, count_ = 0, columns_ = 0;  // of a part: tokens of the tier, and scores
+  std::vector<const Tokens*> near_;                   // ... window and sinks
   Drawing drawing_;
-  std::vector<std::int32_t> drawn_;
   std::vector<std::int16_t> wide_;
   std::vector<char> unsound_;
-  std::vector<float> queries_, rotated_, out_, rotated_out_, beside_, mass_, best_, whole_, vector_;
+  std::vector<float> queries_, rotated_, beside_, vector_;
   Unwritten<float> scores_;
 };
 
@@ -171,17 +191,30 @@ constexpr double kWorthAThread = 2000;
 inline void decode(const std::vector<Job>& jobs) {
   const std::vector<Unit> units = units_of(jobs);
   double scores = 0;
-  for (const Unit& unit : units) scores += jobs[unit.group].scores;
-  const std::int64_t most = std::min<std::int64_t>(at::get_num_threads(), units.size());
+  std::vector<std::vector<Seen>> seen(units.size());
+  std::vector<std::atomic<std::size_t>> left(units.size());  // parts that are not done
+  std::vector<std::pair<std::size_t, std::size_t>> parts;
+  for (std::size_t unit = 0; unit < units.size(); ++unit) {
+    const auto [which, n, h] = units[unit];
+    const auto& [numbers, tier] = std::tie(jobs[which].group.numbers, jobs[which].group.tier);
+    const std::int64_t free = numbers.grows ? free_places(tier.scores(n, h), tier.count) : 0;
+    left[unit] = 1 + (free ? (tier.count - free) / kPart : 0);  // where no place is free, all tokens move
+    seen[unit].resize(left[unit]);
+    for (std::size_t part = 0; part < left[unit]; ++part) parts.emplace_back(unit, part);
+    scores += jobs[which].scores;
+  }
+  const std::int64_t most = std::min<std::int64_t>(at::get_num_threads(), parts.size());
   const auto threads = std::clamp<std::int64_t>(std::llround(scores / kWorthAThread), 1, most);
   std::atomic<std::size_t> next = 0;
   at::parallel_for(0, threads, 1, [&](std::int64_t begin, std::int64_t end) {
     for (; begin < end; ++begin) {
       Mine<Decoder> mine;
-      for (std::size_t place = next++; place < units.size(); place = next++) {
-        const auto [which, n, h] = units[place];
+      for (std::size_t place = next++; place < parts.size(); place = next++) {
+        const auto [unit, part] = parts[place];
+        const auto [which, n, h] = units[unit];
         Decoder& decoder = mine.of(which, jobs[which].group);
-        decoder.attend(n, h, decoder.code(n, h), jobs[which].out);
+        decoder.see(n, h, part, seen[unit]);
+        if (!--left[unit]) decoder.join(n, h, seen[unit], jobs[which].out);
       }
     }
   });

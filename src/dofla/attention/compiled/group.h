@@ -13,8 +13,6 @@ namespace dofla::cache {
 
 constexpr std::int32_t kEvicted = -2;  // score of a token that leaves
 
-inline float log_weight_of(std::int32_t score) { return score == kFree ? kLogZero : 0.0f; }
-
 // A group of heads: queries [B, H, L, d] of all heads, of which those of the KV heads `heads` are meant, as keys and values;
 // log-weights [B, L] of the tokens, 0 if there are none.
 struct Group {

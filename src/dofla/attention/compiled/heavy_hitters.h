@@ -7,20 +7,22 @@
 
 #include <cmath>
 #include <numeric>
+#include <utility>
 
 namespace dofla::cache {
 
-// The place of the least score among the first `count`, the foremost of several; evicted tokens do not count.
-inline std::int64_t least(const std::int32_t* score, std::int64_t count) {
-  std::uint32_t best = 0xffffffff;  // what kEvicted - kFree is
+// The place of the least of `count` scores, the foremost of several; evicted tokens do not count.
+template <typename Scores>
+inline std::int64_t least(const Scores& score, std::int64_t count) {
+  std::uint16_t best = kMostScore;  // below what kEvicted is
 #pragma omp simd reduction(min : best)
-  for (std::int64_t t = 0; t < count; ++t) best = std::min(best, static_cast<std::uint32_t>(score[t] - kFree));
-  return std::find(score, score + count, static_cast<std::int32_t>(best) + kFree) - score;
+  for (std::int64_t t = 0; t < count; ++t) best = std::min<std::uint16_t>(best, score[t]);
+  return std::find(score, score + count, best) - score;
 }
 
-// How many places are free, as those of a tier that is not full are the foremost.
-inline std::int64_t free_places(const std::int32_t* score, std::int64_t count) {
-  return std::find_if(score, score + count, [](std::int32_t x) { return x != kFree; }) - score;
+// How many places of a tier are free: the foremost.
+inline std::int64_t free_places(const std::int16_t* score, std::int64_t count) {
+  return std::partition_point(score, score + count, [](std::int16_t x) { return x == kFree; }) - score;
 }
 
 // One thread's scratch memory for queries of a KV head, `rows` of them, and tokens of the tier, up to `count`.
@@ -54,7 +56,7 @@ class Drawing {
   }
 
   // heavy_hitters._drawn: scores of `count` tokens after the queries of all heads, of which `first` is the first row.
-  void draw(std::int64_t first, std::int64_t count, std::int32_t* __restrict score) {
+  void draw(std::int64_t first, std::int64_t count, std::int16_t* __restrict score) {
     float *__restrict drawn = drawn_.data(), *__restrict gain = gain_.data();
     std::fill_n(gain, count, 0.0f);
     for (std::int64_t g = 0; g < group_.groups; ++g) {
@@ -173,7 +175,7 @@ class Drawing {
 };
 
 // What becomes of the tokens of a line of each KV head, the `places` of the tier followed by those that enter: which ones
-// stand there before each block of queries, oldest first; and from which query on each has left.
+// stand there before each block of queries, oldest first behind free ones; and from which query on each has left.
 struct Evictions {
   std::int64_t places, length, block, blocks;
   std::vector<std::int32_t> held, until;  // [units, blocks, places], [units, places + L]
@@ -192,40 +194,49 @@ struct Evictions {
 inline void select_survivors(const Group& group, const Tokens& line, std::int64_t n, std::int64_t h, Drawing& drawing, Evictions& evictions) {
   const std::int64_t count = evictions.places, length = evictions.length, unit = n * line.heads + h;
   const float* entering = &group.entering[n * length];
+  std::int16_t* after = group.tier.scores(n, h);
   std::int32_t* until = evictions.until_of(unit);
-  std::vector<std::int32_t> place(count + evictions.block), score(count + evictions.block);
+  std::vector<std::int32_t> place(count + evictions.block);  // of those that are there, oldest first
+  std::vector<std::int16_t> score(count + evictions.block);
   std::vector<float> query(group.keys.dim);
-  std::iota(place.begin(), place.begin() + count, 0);
-  std::copy_n(group.tier.scores(n, h), count, score.begin());
+  std::int64_t free = free_places(after, count), there = count - free;
+  for (std::int64_t t = 0; t < there; ++t) place[t] = count - 1 - t;
+  std::reverse_copy(after + free, after + count, score.begin());
   for (std::int64_t first = 0; first < length; first += evictions.block) {
     const std::int64_t rows = std::min(evictions.block, length - first);
-    std::copy_n(place.begin(), count, evictions.held_before(unit, first));
+    std::int32_t* before = evictions.held_before(unit, first);
+    std::iota(before, before + free, 0);
+    std::copy_n(place.begin(), there, before + free);
     for (std::int64_t i = 0; i < rows; ++i) {
-      place[count + i] = count + first + i;
-      score[count + i] = entering[first + i] > kLogZero ? 0 : kFree;
+      place[there + i] = count + first + i;
+      score[there + i] = entering[first + i] > kLogZero ? 0 : kEvicted;
       for (std::int64_t g = 0; g < group.groups; ++g) {
         group.query.read(n, group.heads[h] * group.groups + g, first + i, query.data());
         drawing.take(i * group.groups + g, query.data());
       }
     }
-    const std::int64_t start = free_places(score.data(), count);  // nobody sees what is free
     if (!group.numbers.grows) {
-      drawing.measure(line, n, h, rows * group.groups, count + rows - start, [&](std::int64_t t) { return place[start + t]; });
+      drawing.measure(line, n, h, rows * group.groups, there + rows, [&](std::int64_t t) { return place[t]; });
     }
     for (std::int64_t i = 0; i < rows; ++i) {
-      const std::int64_t leaves = least(score.data(), count + i + 1 - group.numbers.newest);
-      until[place[leaves]] = first + i;
-      score[leaves] = kEvicted;
-      if (group.scored(n, first + i)) drawing.draw(i * group.groups, count + i + 1 - start, &score[start]);
+      if (score[there + i] != kEvicted && --free < 0) {
+        const std::int64_t leaves = least(score.data(), there + i + 1 - group.numbers.newest);
+        until[place[leaves]] = first + i;
+        score[leaves] = kEvicted;
+        free = 0;
+      }
+      if (group.scored(n, first + i)) drawing.draw(i * group.groups, there + i + 1, score.data());
     }
-    for (std::int64_t t = 0, next = 0; t < count + rows; ++t) {
+    for (std::int64_t t = 0, all = std::exchange(there, 0) + rows; t < all; ++t) {
       if (score[t] == kEvicted) continue;
-      place[next] = place[t];
-      score[next++] = score[t];
+      place[there] = place[t];
+      score[there++] = score[t];
     }
   }
-  for (std::int64_t t = 0; t < count; ++t) copy(line, group.tier, n, h, place[t], t, 1);
-  std::copy_n(score.begin(), count, group.tier.scores(n, h));
+  for (std::int64_t t = 0, to = count - 1; t < there; ++t, --to) {
+    if (place[t] != to) copy(line, group.tier, n, h, place[t], to, 1);
+  }
+  std::reverse_copy(score.begin(), score.begin() + there, after + count - there);
 }
 
 }  // namespace dofla::cache

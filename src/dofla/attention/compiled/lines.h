@@ -22,7 +22,7 @@ class Lines {
     for (std::int64_t unit = 0; unit < group.units(); ++unit) {
       const std::int64_t n = unit / tier.heads;
       const std::int16_t* held = group.tier.scores(n, unit % tier.heads);
-      std::transform(held, held + group.tier.count, std::back_inserter(tier_weights), log_weight_of);
+      std::transform(held, held + group.tier.count, std::back_inserter(tier_weights), [](auto x) { return x == kFree ? kLogZero : 0.0f; });
       const float* entering = &group.entering[n * group.length];
       std::transform(entering, entering + group.length, std::back_inserter(tier_weights),
                      [](float x) { return x > kLogZero ? 0.0f : kLogZero; });

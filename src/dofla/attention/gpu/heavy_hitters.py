@@ -138,24 +138,29 @@ def _select_survivors(
     GROUPS: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
-    """One program per unit walks from query to query. The newest are the last that are there: none of them may go."""
+    """One program per unit walks from query to query. Lanes are tokens, the oldest first: the last may not go."""
     unit = tl.program_id(0).to(tl.int64)
     g, t = tl.arange(0, GROUPS), tl.arange(0, TOKENS)
     is_token, is_head, places = t < tokens, g < groups, tokens - length
+    here = tl.where(t < places, places - 1 - t, t)  # of the line, where the newest of the tier come first
     steps += unit * groups * length * tokens
-    drawn = tl.load(score + unit * tokens + t, mask=is_token, other=-1).to(tl.int32)
+    drawn = tl.load(score + unit * tokens + here, mask=is_token, other=-1).to(tl.int32)
     goes = tl.full([TOKENS], _NEVER, tl.int32)
+    free = tl.sum(((t < places) & (drawn < 0)).to(tl.int32), axis=0)
+    last = places - newest - tl.where(t < places, free, 0)  # of those that may go, before any enters
     for n in range(0, length):
-        leaving = lowest(drawn, is_token & (t <= places + n - newest) & (goes == _NEVER), TOKENS)
-        goes = tl.where(t == leaving, n, goes)
+        may_go = (t < places + n) & ((t <= last + n) | (drawn < 0)) & (goes == _NEVER)
+        enters = tl.load(score + unit * tokens + places + n) >= 0  # padding does not
+        goes = tl.where(t == tl.where(enters, lowest(drawn, may_go, TOKENS), places + n), n, goes)
         if tl.load(real + unit // kv_heads * length + n):
             there = (t <= places + n) & (goes == _NEVER) & (drawn >= 0)
-            row = steps + ((g * length + n) * tokens)[:, None] + t[None, :]
+            row = steps + ((g * length + n) * tokens)[:, None] + here[None, :]
             drawn = drawn_by(row, is_head, drawn, there, weights)
-    tl.store(evicted_at + unit * tokens + t, goes, mask=is_token)
+    tl.store(evicted_at + unit * tokens + here, goes, mask=is_token)
     stays = is_token & (goes == _NEVER)
-    place = unit * places + tl.cumsum(stays.to(tl.int32), axis=0) - 1
-    tl.store(index + place, t.to(tl.int64), mask=stays)
+    place = places - tl.cumsum((stays & (drawn >= 0)).to(tl.int32), axis=0)
+    place = unit * places + tl.where(drawn < 0, here, place)
+    tl.store(index + place, here.to(tl.int64), mask=stays)
     tl.store(after + place, drawn.to(tl.int16), mask=stays)
 
 

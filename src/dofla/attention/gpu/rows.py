@@ -120,26 +120,27 @@ def update_tier(
     state,
     own,
     slots,
-    evicted,  # the token that leaves the tier
+    enters,  # where a token enters
+    evicted,  # where one leaves
     entering,  # bytes of the one that enters: codes and scales of its key, then of its value
     KEY: tl.constexpr,
     VALUE: tl.constexpr,
     SHAPE: tl.constexpr,
 ):
-    """The tokens behind the one that leaves move up, and one enters."""
+    """The tokens before the one that leaves move towards it, the last ones first, and one enters."""
     MOVED: tl.constexpr = SHAPE.moved_up
     codes, scales, value_codes, value_scales = vectors_of(state, own, TIER)
     scale = entering + KEY.size
     value = scale + KEY.blocks
     value_scale = value + VALUE.size
-    for begin in range(evicted // MOVED * MOVED, slots, MOVED):
-        t = begin + tl.arange(0, MOVED)
-        here, last = (t >= evicted) & (t < slots), t + 1 == slots
-        key_bytes = _taken(tl.where(last, entering, codes + (t + 1) * KEY.size), here, KEY.size)
-        scale_bytes = _taken(tl.where(last, scale, scales + (t + 1) * KEY.blocks), here, KEY.blocks)
-        value_bytes = _taken(tl.where(last, value, value_codes + (t + 1) * VALUE.size), here, VALUE.size)
+    for back in range(0, evicted - enters + 1, MOVED):
+        t = evicted - back - tl.arange(0, MOVED)
+        here, new = (t >= enters) & (t < slots), t == enters
+        key_bytes = _taken(tl.where(new, entering, codes + (t - 1) * KEY.size), here, KEY.size)
+        scale_bytes = _taken(tl.where(new, scale, scales + (t - 1) * KEY.blocks), here, KEY.blocks)
+        value_bytes = _taken(tl.where(new, value, value_codes + (t - 1) * VALUE.size), here, VALUE.size)
         value_scale_bytes = _taken(
-            tl.where(last, value_scale, value_scales + (t + 1) * VALUE.blocks), here, VALUE.blocks
+            tl.where(new, value_scale, value_scales + (t - 1) * VALUE.blocks), here, VALUE.blocks
         )
         tl.debug_barrier()  # all have loaded what others overwrite
         _put(codes + t * KEY.size, key_bytes, here, KEY.size)

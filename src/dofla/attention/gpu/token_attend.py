@@ -85,8 +85,10 @@ def attend_and_update(
     counts, weight = weight_of(log_weight, batch)
     lane = tl.arange(0, LANES)
     on_entry = score_on_entry(weights, SHAPE)
-    score = scores_of(state, own, slots, on_entry, lane)
-    evicted = lowest(score, (lane <= slots - SHAPE.newest) & (lane <= slots), LANES)
+    slot = tl.where(lane < slots, slots - 1 - lane, lane)  # lanes are tokens, the oldest first
+    score = scores_of(state, own, slots, on_entry, slot)
+    may_go = (lane < slots) & ((lane <= slots - SHAPE.newest) | (score < 0))
+    evicted = tl.where(on_entry < 0, slots, slots - 1 - lowest(score, may_go, LANES))
 
     i = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
     best = tl.full([ROWS], NOTHING, tl.float32)
@@ -135,15 +137,16 @@ def attend_and_update(
         for first in range(0, GROUPS, ROWS):
             _join(sums, value_constants, head, out, parts, first + tl.arange(0, ROWS), VALUE, SHAPE)
         if counts > 0:  # padding changes nothing
-            there = (lane <= slots) & (lane != evicted)
+            there = (lane <= slots) & (slot != evicted)
+            enters = tl.where(tl.min(tl.where(lane <= slots, score, 0), axis=0) < 0, evicted, 0)
             g = tl.arange(0, triton.next_power_of_2(GROUPS))
-            steps = at(scratch, SHAPE.steps, tl.float32) + g[:, None] * (SHAPE.places + 1) + lane[None, :]
+            steps = at(scratch, SHAPE.steps, tl.float32) + g[:, None] * (SHAPE.places + 1) + slot[None, :]
             if number(own, GROWS) == 0:
                 score = drawn_by(steps, g < GROUPS, score, there & (score >= 0), attention_weights)
-            after = tier_scores(state, own) + lane - (lane > evicted).to(tl.int32)
+            after = tl.where(slot == slots, enters, slot + ((slot >= enters) & (slot < evicted)).to(tl.int32))
             tl.debug_barrier()  # all have loaded what others overwrite
-            tl.store(after, score.to(tl.int16), mask=there)
-            update_tier(state, own, slots, evicted, scratch + SHAPE.entering, KEY, VALUE, SHAPE)
+            tl.store(tier_scores(state, own) + after, score.to(tl.int16), mask=there)
+            update_tier(state, own, slots, enters, evicted, scratch + SHAPE.entering, KEY, VALUE, SHAPE)
             update_window(state, own, key, value, weight, weights, KEY, VALUE, SHAPE)
 
 

@@ -1,0 +1,73 @@
+"""A decoded token of caches that grow beside one of softmax attention, by the tokens before.
+
+    OMP_WAIT_POLICY=PASSIVE python benchmarks/speed/growing.py models/smollm2-135m
+
+All heads hold every token (``evict=False``), as many as the default has, or none (``retrieval_heads=0``). Caches hold
+one token many times, or zeros, as to read a long prompt takes minutes; time does not depend on what they hold. All take
+turns at every token, and of each the least time is taken, as others on the machine can only add to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Annotated
+
+import torch
+import transformers
+import typer
+from model import machine
+from transformers import Cache, DynamicCache, PreTrainedModel
+from turns import least
+
+import dofla
+from dofla.integration.cache import CACHE_ARGUMENT, cache_bytes
+from dofla.integration.converted import Converted, is_converted
+from dofla.runs.opening import open_original
+
+
+def main(
+    model: Annotated[str, typer.Argument(help="A folder or a name on the hub.")],
+    lengths: Annotated[list[int] | None, typer.Option(help="Tokens before; default 512 to 32768.")] = None,
+    size: Annotated[str, typer.Option(help="Of the caches that evict.")] = "1.5MiB",
+    dtype: str = "bfloat16",
+    new_tokens: Annotated[int, typer.Option(min=1, help="Tokens decoded after each length.")] = 24,
+) -> None:
+    transformers.logging.set_verbosity_error()
+    print(", ".join(f"{key} {value}" for key, value in machine("cpu").items()))
+    models = {"softmax": open_original(model, dtype=dtype)[0].eval()}
+    for options in ({"evict": False}, {"size": size}, {"size": size, "retrieval_heads": 0}):
+        name = ", ".join(f"{key}={value}" for key, value in options.items())
+        models[name] = dofla.compress(open_original(model, dtype=dtype)[0].eval(), **options)
+    for length in lengths or [512, 2048, 8192, 32768]:
+        with torch.inference_mode():
+            caches = {kind: filled(own, length, new_tokens) for kind, own in models.items()}
+            taken = least({kind: token(own, caches[kind]) for kind, own in models.items()}, new_tokens)
+        print(f"\na token after {length:,}, ms, beside softmax attention, MiB")
+        for kind, seconds in taken.items():
+            beside, held = seconds / taken["softmax"], cache_bytes(caches[kind]) / 2**20
+            print(f"{kind:<36}{1e3 * seconds:>8.1f}{beside:>8.2f}{held:>8.1f}", flush=True)
+
+
+def token(model: PreTrainedModel, cache: Cache) -> Callable[[], object]:
+    """Reading one more token."""
+    tokens = torch.zeros(1, 1, dtype=torch.int64)
+    return lambda: model(tokens, use_cache=True, **{CACHE_ARGUMENT: cache})
+
+
+def filled(model: PreTrainedModel, length: int, room: int) -> Cache:
+    """A cache that holds so many tokens, and has room for more."""
+    cache = DynamicCache(config=model.config)
+    token(model, cache)()
+    if not is_converted(model):
+        for index, entry in enumerate(cache.layers):
+            cache.update(*(x.repeat(1, 1, length - 1, 1) for x in (entry.keys, entry.values)), index)
+        return cache
+    for entry, layer in zip(cache.layers, Converted.of(model).layers.values(), strict=True):
+        entry.states, entry.tokens = [state.copy() for state in layer.resized(entry.states, length + room)], length
+        for contents in layer.compressed.layout_of(entry.states[0].rows.shape[-1]).open(entry.states[0]):
+            contents.tier.score[..., -length:] = 0
+    return cache
+
+
+if __name__ == "__main__":
+    typer.run(main)
