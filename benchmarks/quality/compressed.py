@@ -84,8 +84,7 @@ def by_age(size: str, context: int | None) -> Make:
         plan = compressed_plan(Target.of(model, context), parse_size(size))
         for layer in plan.compressed:
             layer.newest, layer.heavy_hitters = layer.newest + layer.heavy_hitters - 1, 1
-        convert(model, plan)
-        calibration.apply(Converted.of(model).layers)
+        calibration.apply(convert(model, plan))
         return model
 
     return make

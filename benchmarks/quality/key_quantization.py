@@ -6,7 +6,7 @@
 
 Softmax attention to all tokens; keys are in eight bits, or in eight and then three. Python source, the modules of the
 standard library of the interpreter that runs this, is always among the texts. Of each text: nats per token, and
-KL(original ‖ quantized). ``outliers`` is what :func:`dofla.compress` does.
+KL(original ‖ quantized). ``by_queries`` is what :func:`dofla.compress` does.
 """
 
 from __future__ import annotations
@@ -38,40 +38,46 @@ from dofla.runs.opening import open_original
 BITS = (8.0, 3.0)
 
 
-def none(smoothing: KeySmoothing, keys: Moments) -> None:
+def none(smoothing: KeySmoothing, keys: Moments, queries: Moments) -> None:
     """Keys as they are."""
     smoothing.reset()
 
 
-def mean(smoothing: KeySmoothing, keys: Moments) -> None:
+def mean(smoothing: KeySmoothing, keys: Moments, queries: Moments) -> None:
     """Keys without the mean of each channel."""
     smoothing.calibrate(keys)
     smoothing.scale.fill_(1)
 
 
-def outliers(smoothing: KeySmoothing, keys: Moments) -> None:
+def outliers(smoothing: KeySmoothing, keys: Moments, queries: Moments) -> None:
     """The same, with outlier channels scaled."""
     smoothing.calibrate(keys)
 
 
-def every(smoothing: KeySmoothing, keys: Moments) -> None:
+def every(smoothing: KeySmoothing, keys: Moments, queries: Moments) -> None:
     """The same, with every channel scaled to the size of the others."""
     smoothing.calibrate(keys)
     size = keys.covariance.diagonal(dim1=1, dim2=2).clamp_min(1e-12).sqrt()
     smoothing.scale.copy_(torch.exp2(size.log2().round()))
 
 
-WAYS: dict[str, Callable[[KeySmoothing, Moments], None]] = {way.__name__: way for way in (none, mean, outliers, every)}
+def by_queries(smoothing: KeySmoothing, keys: Moments, queries: Moments) -> None:
+    """The same, or, where that makes far smaller errors, with every channel scaled by keys' and queries' sizes."""
+    smoothing.calibrate(keys, queries)
+
+
+Way = Callable[[KeySmoothing, Moments, Moments], None]
+WAYS: dict[str, Way] = {way.__name__: way for way in (none, mean, outliers, every, by_queries)}
 
 
 class QuantizedKeys:
     """The keys of a layer, smoothed one way and quantized."""
 
-    def __init__(self, found: Directions, way: Callable[[KeySmoothing, Moments], None], bits: float) -> None:
+    def __init__(self, found: Directions, way: Way, bits: float) -> None:
         heads, dim, _ = found.shape
         asked, keys, _ = found.moments()
         self.smoothing, self.coder = KeySmoothing(heads, dim), None
-        way(self.smoothing, keys)
+        way(self.smoothing, keys, asked)
         if bits < 8:
             queries, keys = self.smoothing.moments(asked, keys)
             self.coder = Coder(heads, dim, bits)

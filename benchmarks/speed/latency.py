@@ -41,7 +41,6 @@ from dofla.compression.plan import compressed_plan
 from dofla.compression.size import parse_size
 from dofla.compression.target import Target
 from dofla.integration.cache import CACHE_ARGUMENT
-from dofla.integration.converted import Converted
 from dofla.integration.surgery import convert
 from dofla.storage.files import read_json
 
@@ -123,8 +122,7 @@ def compressed_by(model: PreTrainedModel, size: str, head_budgets: HeadBudgets |
     """The model with a compressed cache of these head budgets, calibrated on random tokens."""
     target = Target.of(model, CONTEXT)
     calibration = dofla.calibrate(model, random_tokens(model, 1, 256), head_budgets="even", context=CONTEXT)
-    convert(model, compressed_plan(target, parse_size(size), head_budgets=head_budgets))
-    calibration.apply(Converted.of(model).layers)
+    calibration.apply(convert(model, compressed_plan(target, parse_size(size), head_budgets=head_budgets)))
     return model
 
 

@@ -8,7 +8,7 @@ from forms import KernelCalls, needs_kernels
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dofla.attention import CompressedHeads, HeadSizes, KeySmoothing, Moments, compiled, naive_attention
+from dofla.attention import CompressedHeads, HeadSizes, KeySmoothing, Moments, compiled, naive_attention, rounded
 from dofla.layers import AttentionLayer
 
 SCALING, HEADS, GROUPS, DIM = 0.125, 2, 3, 64
@@ -144,3 +144,28 @@ def test_keys_without_variance_are_left_at_their_size(keys):
     smoothing.calibrate(Moments.of(keys))
     assert torch.equal(smoothing.scale, torch.ones(1, 8))
     assert torch.equal(smoothing.mean, keys[:, 0])
+
+
+def test_where_queries_ask_for_small_channels_every_channel_is_scaled():
+    generator = torch.Generator().manual_seed(4)
+    sizes = torch.exp2(-torch.arange(8.0))
+    query = torch.randn(1, 400, 8, generator=generator) / sizes
+    key = torch.randn(1, 400, 8, generator=generator) * sizes
+    outliers, smoothing = KeySmoothing(1, 8), KeySmoothing(1, 8)
+    outliers.calibrate(Moments.of(key))
+    smoothing.calibrate(Moments.of(key), Moments.of(query))
+    errors = []
+    for way in (outliers, smoothing):
+        asked, smooth = way(query[None], key[None])
+        errors.append((asked @ (rounded(smooth) - smooth).mT).square().mean())
+    assert errors[1] < errors[0] / 4
+
+    plain = KeySmoothing(1, 8)
+    plain.calibrate(Moments.of(torch.randn(1, 400, 8, generator=generator)), Moments.of(query))
+    assert torch.equal(plain.scale, torch.ones(1, 8))
+
+
+def test_nobody_asks():
+    smoothing = KeySmoothing(1, 8)
+    smoothing.calibrate(Moments.of(torch.randn(1, 50, 8)), Moments.of(torch.zeros(1, 50, 8)))
+    assert torch.equal(smoothing.scale, torch.ones(1, 8))

@@ -12,7 +12,17 @@ from sizes import size_of
 import dofla
 from dofla.attention import tier_bytes
 from dofla.compression.head_budgets import HeadBudgets
-from dofla.compression.plan import BITS, SINKS, TooSmall, _smallest_head, bytes_for, compressed_plan, head_sizes
+from dofla.compression.plan import (
+    BITS,
+    LEAST_SINKS,
+    MOST_SINKS,
+    SINK_SHARE,
+    TooSmall,
+    _smallest_head,
+    bytes_for,
+    compressed_plan,
+    head_sizes,
+)
 from dofla.compression.size import parse_size, size_or_ratio
 from dofla.compression.target import Target
 from dofla.errors import DoflaError
@@ -62,7 +72,8 @@ def test_bytes_go_to_tokens_and_beyond_the_most_to_int8(total, head_dim, value_d
     size = head_sizes(total, head_dim, value_dim, most)
     spent = head_bytes(size, head_dim, value_dim, BITS)
     assert min(size) >= 1
-    assert size.sinks == SINKS
+    assert LEAST_SINKS <= size.sinks <= MOST_SINKS
+    assert size.sinks <= max(LEAST_SINKS, SINK_SHARE * total / token + 1)
     assert sum(size) == (free if most is None else min(free, most))
     assert spent <= total
     # All in int8 but a token of each kind of the tier, or less than another token is left.
@@ -84,6 +95,11 @@ def test_from_the_smallest_head_on_every_size_is_enough(head_dim, value_dim, mor
     assert min(head_sizes(least + more, head_dim, value_dim)) >= 1
     with pytest.raises(TooSmall):
         head_sizes(least - 1, head_dim, value_dim)
+
+
+@pytest.mark.parametrize(("total", "sinks"), [(4_000, 2), (17_476, 4), (67_720, 16), (400_000, 16)])
+def test_attention_sinks_are_a_thirty_second_of_a_head_and_sixteen_at_most(total, sinks):
+    assert head_sizes(total, 64, 64).sinks == sinks
 
 
 def test_a_head_has_a_token_of_each_kind():

@@ -98,12 +98,16 @@ class Calibration(Result):
         converted = convert(model, plan, sites=target.sites)
         converted.record.add_calibration(self.made_by)
         try:
-            for name, layer in converted.layers.items():
-                self.directions[name].calibrate(layer, model)
+            self.apply(converted)
         except BaseException:
             restore(model)
             raise
         return converted
+
+    def apply(self, converted: Converted) -> None:
+        """Calibrate the coders of a model that has a compressed cache."""
+        for name, layer in converted.layers.items():
+            self.directions[name].calibrate(layer, converted.model)
 
     def parts(self) -> Iterator[Part]:
         """Head budgets of each module, and what eviction in it costs."""

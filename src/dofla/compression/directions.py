@@ -104,7 +104,7 @@ class Directions:
         assert heads is not None
         assert layer.smoothing is not None
         asked, of_keys, of_values = self.moments()
-        layer.smoothing.calibrate(of_keys)
+        layer.smoothing.calibrate(of_keys, asked)
         queries, keys = layer.smoothing.moments(asked, of_keys)
         weighing = self.weighing(model)
         for tier, own in zip(heads.tiers, heads.layout.heads, strict=True):

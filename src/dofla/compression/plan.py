@@ -19,10 +19,12 @@ STRATEGY = "compressed"
 """Name of the strategy in plans."""
 WINDOW_SHARE, NEWEST_SHARE = 0.24, 0.2
 """Fractions of a head's bytes: the local window in int8, and tokens of the tier that are retained for their age."""
-SINKS = 2
+LEAST_SINKS, MOST_SINKS, SINK_SHARE = 2, 16, 1 / 32
+"""Attention sinks are a fraction of a head's bytes, too. Some models have theirs at the first token, others at the
+first full stop or line break (Qwen2.5), and rounding one to a few bits changes all attention."""
 BITS = 3.0
 """Bits per number in the tier. On SmolLM2 at 1.5 MiB (``docs/research/cache.md``)."""
-GROWING = HeadSizes(window=32, sinks=SINKS, newest=1, heavy_hitters=0)
+GROWING = HeadSizes(window=32, sinks=MOST_SINKS, newest=1, heavy_hitters=0)
 """The sizes of a KV head that holds every token."""
 
 
@@ -85,22 +87,33 @@ def head_sizes(total: int, head_dim: int, value_dim: int, most: int | None = Non
     of so many go to int8. TooSmall if there is no room for a token of each kind."""
     token, coded = HeadCost.of(head_dim, value_dim, 0, "int8").token, tier_bytes(head_dim, value_dim, bits)
     window, newest = round(WINDOW_SHARE * total / token), round(NEWEST_SHARE * total / coded)
-    heavy_hitters = (total - (window + SINKS) * token) // coded - newest
+    sinks = _sinks(total, token)
+    heavy_hitters = (total - (window + sinks) * token) // coded - newest
     if min(window, newest, heavy_hitters) < 1:
         raise TooSmall(f"{total} bytes are too few for a token of each kind")
-    if most is not None and window + SINKS + newest + heavy_hitters > most:
-        held = max(most - SINKS, 3)
-        window = min((total - SINKS * token - held * coded) // (token - coded), held - 2)
+    if most is not None and window + sinks + newest + heavy_hitters > most:
+        sinks = min(sinks, max(most - 3, LEAST_SINKS))
+        held = max(most - sinks, 3)
+        window = min((total - sinks * token - held * coded) // (token - coded), held - 2)
         newest = max(1, round(NEWEST_SHARE / (1 - WINDOW_SHARE) * (held - window)))
         heavy_hitters = held - window - newest
-    return HeadSizes(window, SINKS, newest, heavy_hitters)
+    return HeadSizes(window, sinks, newest, heavy_hitters)
+
+
+def _sinks(total: float, token: int) -> int:
+    """Attention sinks of a head of so many bytes, of which one takes ``token``."""
+    return min(max(round(SINK_SHARE * total / token), LEAST_SINKS), MOST_SINKS)
 
 
 def bytes_for(tokens: int, head_dim: int, value_dim: int, bits: float = BITS) -> int:
     """The fewest bytes with which :func:`head_sizes` has slots for so many tokens, but for what it rounds."""
     token, coded = HeadCost.of(head_dim, value_dim, 0, "int8").token, tier_bytes(head_dim, value_dim, bits)
     per_byte = WINDOW_SHARE / token + (1 - WINDOW_SHARE) / coded
-    return math.ceil((tokens + SINKS * (token / coded - 1)) / per_byte)
+    for sinks in range(LEAST_SINKS, MOST_SINKS + 1):
+        total = math.ceil((tokens + sinks * (token / coded - 1)) / per_byte)
+        if _sinks(total, token) <= sinks:
+            break
+    return total
 
 
 def even_bytes(

@@ -9,11 +9,16 @@ from dofla.attention.state import accumulable
 _OUTLIER = 4.0
 """Standard deviation of an outlier channel, over the median of its head's channels. To scale all channels costs
 queries, which are in int8 where tokens are chosen, more than it gains keys."""
+_POWER, _GAIN = 0.75, 4.0
+"""Where that leaves an error of scores so many times as large, every channel is scaled, to so much of keys' size as
+a power, and to the rest of one over queries': SmoothQuant has 0.5, but here keys are rounded for all attention, queries
+only where tokens are chosen. The first layer of Qwen2.5 needs it: nearly all of its keys is a bias that turns with the
+position (``docs/research/cache.md``)."""
 
 
 class KeySmoothing(nn.Module):
-    """A mean for each channel of the keys of a layer, and a scale for outlier channels: keys become
-    ``(key - mean) / scale``, queries ``query * scale``.
+    """A mean and a scale for each channel of the keys of a layer: keys become ``(key - mean) / scale``, queries
+    ``query * scale``. Only outlier channels are scaled, unless the errors of scores are far smaller otherwise.
 
     Softmax attention stays the same. What is subtracted from all keys adds one number to all scores of a query, and the
     scales cancel in the product (SmoothQuant, Xiao et al. 2023, arXiv 2211.10438). But a vector in int8 has one
@@ -50,13 +55,19 @@ class KeySmoothing(nn.Module):
         return bool(self.mean.any())
 
     @torch.no_grad()
-    def calibrate(self, keys: Moments) -> None:
-        """Set the mean of each channel, and the scale of outlier channels, from the moments of all heads' keys."""
+    def calibrate(self, keys: Moments, queries: Moments | None = None) -> None:
+        """Set the mean and the scale of each channel from the moments of all heads' keys, and of the queries of each KV
+        head; without queries, outlier channels are scaled and no others."""
         size = keys.covariance.diagonal(dim1=1, dim2=2).clamp_min(0).sqrt()
         usual = _OUTLIER * size.median(-1, keepdim=True).values
-        excess = torch.where(usual > 0, size / usual, 1.0).clamp_min(1)
+        scale = torch.exp2(torch.where(usual > 0, size / usual, 1.0).clamp_min(1).log2().floor())
+        if queries is not None:
+            asked = queries.second.diagonal(dim1=1, dim2=2).clamp_min(0).sqrt()
+            every = torch.exp2((size.pow(_POWER) / asked.pow(1 - _POWER)).log2().round())
+            better = _error(size, asked, every) * _GAIN < _error(size, asked, scale)  # False for NaN
+            scale = torch.where(better, every, scale)
         self.mean.copy_(keys.mean)
-        self.scale.copy_(torch.exp2(excess.log2().floor()))
+        self.scale.copy_(scale)
 
     def forward(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
         """Queries [B, H, L, d] in their own dtype and keys [B, Hkv, L, d] in float32, or float64 if they have it."""
@@ -75,3 +86,11 @@ class KeySmoothing(nn.Module):
             Moments(queries.count, queries.total * scale, queries.square * pairs),
             Moments(keys.count, (keys.total - keys.count * mean) / scale, square / pairs),
         )
+
+
+def _error(key: Tensor, query: Tensor, scale: Tensor) -> Tensor:
+    """The squared error of scores [Hkv, 1] that int8 makes of keys, and of queries, up to a factor: of channels of such
+    sizes [Hkv, d], the largest one sets the step for all."""
+    key, query = key / scale, query * scale
+    steps = key.amax(-1, keepdim=True), query.amax(-1, keepdim=True)
+    return ((query * steps[0]) ** 2 + (key * steps[1]) ** 2).sum(-1, keepdim=True)
