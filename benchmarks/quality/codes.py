@@ -1,10 +1,12 @@
 """Codes of keys and values side by side, nothing evicted: bits per number, loss increase and KL(original ‖ coded).
 
     python benchmarks/quality/codes.py --model models/qwen --calibrate data/english-train.txt.gz \\
-        --text data/english-val.txt.gz --text data/books-val.txt.gz --code trellis:3,3 --code turboquant:3,3
+        --text data/english-val.txt.gz --text data/books-val.txt.gz --code trellis:3,3 --code turboquant:3,3 \\
+        --dofla evict=false --dofla size=3.1MiB
 
-``--code`` names a code and its bits per number of keys and of values. What a code stores beside those counts too: the
-column "bits" has all bytes of keys and values. The last 32 tokens and the first 16 are exact in all of them.
+``--code`` names a code and its bits per number of keys and of values. What a code stores beside those counts too:
+"bits" has all bytes of keys and values. The last 32 tokens and the first 16 are exact in all of them. ``--dofla``
+has options of ``dofla.compress``, with values as in YAML: a cache as users have it.
 
 trellis      what :func:`dofla.compress` does: calibrated directions, blocks of 16, trellis codes, a scale of 8 bits
 turboquant   a random rotation, a norm of 16 bits per vector, the best levels of normal numbers (arXiv 2504.19874)
@@ -27,6 +29,7 @@ from typing import Annotated, Any
 
 import torch
 import typer
+import yaml
 from rich.console import Console
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
@@ -38,6 +41,7 @@ from dofla.attention.coding.coder import token_bytes
 from dofla.compression.directions import Directions, measure_directions
 from dofla.data import TokenWindows
 from dofla.display import table
+from dofla.integration.converted import Converted
 from dofla.integration.interface import visiting
 from dofla.integration.placement import placed_over
 from dofla.integration.sites import attention_sites
@@ -194,7 +198,8 @@ def main(
     model: Annotated[str, typer.Option(help="Folder or hub name of a causal model.")],
     calibrate: Annotated[str, typer.Option(help="Text to measure keys, queries and values on.")],
     text: Annotated[list[Path], typer.Option(help="Texts to evaluate on; repeatable.")],
-    code: Annotated[list[str], typer.Option(help="NAME:BITS OF KEYS,BITS OF VALUES; repeatable.")],
+    code: Annotated[list[str], typer.Option(default_factory=list, help="NAME:KEY BITS,VALUE BITS; repeatable.")],
+    cache: Annotated[list[str], typer.Option("--dofla", default_factory=list, help="Options; repeatable.")],
     length: Annotated[int, typer.Option(help="Tokens per window.")] = 2048,
     windows: Annotated[int, typer.Option(help="Of each text.")] = 1,
     known: Annotated[int, typer.Option(help="Windows to measure on.")] = 3,
@@ -210,6 +215,14 @@ def main(
     found = measure_directions(opened, placed_over(measured, 1, None), list(attention_sites(opened)))
     before = {kind: logs(opened, own) for kind, own in texts.items()}
     shown = table("code", "bits", *texts, "mean", gap=2)
+
+    def show(name: str, bits: float) -> None:
+        figures = [compared(opened, own, before[kind]) for kind, own in texts.items()]
+        figures.append(tuple(sum(each) / len(texts) for each in zip(*figures, strict=True)))
+        cells = [f"{increase:.4f}, {kl:.4f}" for increase, kl in figures]
+        shown.add_row(name, f"{bits:.2f}", *cells)
+        typer.echo(f"{name}, {bits:.2f} bits: {'; '.join(cells)}", err=True)
+
     for asked in code:
         name, _, numbers = asked.partition(":")
         codes, bits = {}, []
@@ -219,11 +232,14 @@ def main(
             codes[layer] = pair[0][0], pair[1][0]
             bits += [of for _, of in pair]
         with coded(opened, codes):
-            figures = [compared(opened, own, before[kind]) for kind, own in texts.items()]
-        figures.append(tuple(sum(each) / len(texts) for each in zip(*figures, strict=True)))
-        shown.add_row(asked, f"{sum(bits) / len(bits):.2f}", *(f"{increase:.4f}, {kl:.4f}" for increase, kl in figures))
-        Console(width=120, stderr=True).print(shown)
-    Console(width=120).print(shown)
+            show(asked, sum(bits) / len(bits))
+    for given in cache:
+        dofla.compress(opened, tokenizer=tokenizer, **yaml.safe_load("{" + given.replace("=", ": ") + "}"))
+        plan = Converted.of(opened).plan
+        numbers_held = length * sum(x.kv_heads * (x.head_dim + x.value_dim) for x in plan.layers)
+        show(given, 8 * plan.cache_bytes(length, opened.dtype) / numbers_held)
+        dofla.restore(opened)
+    Console(width=140).print(shown)
 
 
 if __name__ == "__main__":
