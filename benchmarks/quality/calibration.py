@@ -4,6 +4,10 @@ kinds of text beside that of even budgets.
     python benchmarks/quality/calibration.py --model models/smollm2-135m --size 1.5MiB --length 2048 --windows 2 \\
         --text data/english-val.txt.gz --text data/stories-val.txt.gz --text data/books-val.txt.gz
     python benchmarks/quality/calibration.py ... --calibrate sample --calibrate self --calibrate data/books-train.txt.gz
+    python benchmarks/quality/calibration.py ... --train data/books-train.txt.gz
+
+``--train`` trains all weights on a text first, and compares the calibration of the model before that, which
+``calibration="base"`` is.
 
 Python source, the modules of the standard library of the interpreter that runs this, is always among the texts. Peak
 memory is what the process takes beyond the weights while it calibrates, on Linux.
@@ -19,10 +23,13 @@ from pathlib import Path
 from statistics import fmean
 from typing import Annotated
 
+import torch
 import typer
 from rich.console import Console
+from transformers import PreTrainedModel
 
 import dofla
+from dofla.compression.calibration import Calibration
 from dofla.compression.compress import TEXT
 from dofla.compression.directions import default_cut
 from dofla.display import size as in_bytes
@@ -39,6 +46,8 @@ def main(
     calibrate: Annotated[list[str] | None, typer.Option(help="Text to calibrate on; repeatable.")] = None,
     length: Annotated[int, typer.Option(help="Tokens of a window.")] = 2048,
     windows: Annotated[int, typer.Option(help="Windows of each text.")] = 2,
+    train: Annotated[str | None, typer.Option(help="Text to train the weights on first.")] = None,
+    steps: Annotated[int, typer.Option(help="Of training, one window of 512 tokens each.")] = 100,
     dtype: Annotated[str, typer.Option(help="Precision of the weights.")] = "float32",
 ) -> None:
     opened, tokenizer = open_original(model, dtype=dtype)
@@ -49,23 +58,48 @@ def main(
         for kind, name in sources.items()
     }
     shown = table("calibrated on", "seconds", "CPU s", "memory", "file", "budgets", *texts, "mean")
-    for source in calibrate or [TEXT]:
-        cut = default_cut(positions_of(opened))
-        read = dofla.token_windows(source, tokenizer, model=opened, progress=False, **cut)
-        _forget_peak()
-        before, started, spent = _memory("VmRSS"), time.perf_counter(), time.process_time()
-        found = dofla.calibrate(opened, read, tokenizer=tokenizer, progress=False)
-        seconds, cpu, peak = time.perf_counter() - started, time.process_time() - spent, _memory("VmHWM") - before
-        with tempfile.TemporaryDirectory() as folder:
-            found.save(path := Path(folder) / "calibration.safetensors")
-            figures = [f"{seconds:.0f}", f"{cpu:.0f}", in_bytes(peak), in_bytes(path.stat().st_size)]
-        for budgets in ("measured", "even"):
-            dofla.compress(opened, size=size, calibration=found, head_budgets=budgets, retrieval_heads=0)
-            divergences = [next_token_figures(opened, own)["kl"] for own in texts.values()]
-            dofla.restore(opened)
-            columns = [f"{kl:.4f}" for kl in (*divergences, fmean(divergences))]
-            shown.add_row(*([source, *figures] if budgets == "measured" else [""] * 5), budgets, *columns)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "calibration.safetensors"
+
+        def measured(source: str) -> tuple[Calibration, list[str]]:
+            cut = default_cut(positions_of(opened))
+            read = dofla.token_windows(source, tokenizer, model=opened, progress=False, **cut)
+            _forget_peak()
+            before, started, spent = _memory("VmRSS"), time.perf_counter(), time.process_time()
+            found = dofla.calibrate(opened, read, tokenizer=tokenizer, progress=False)
+            seconds, cpu, peak = time.perf_counter() - started, time.process_time() - spent, _memory("VmHWM") - before
+            found.save(path)
+            return found, [f"{seconds:.0f}", f"{cpu:.0f}", in_bytes(peak), in_bytes(path.stat().st_size)]
+
+        def show(name: str, found: Calibration, figures: list[str]) -> None:
+            for budgets in ("measured", "even"):
+                dofla.compress(opened, size=size, calibration=found, head_budgets=budgets, retrieval_heads=0)
+                divergences = [next_token_figures(opened, own)["kl"] for own in texts.values()]
+                dofla.restore(opened)
+                columns = [f"{kl:.4f}" for kl in (*divergences, fmean(divergences))]
+                shown.add_row(*([name, *figures] if budgets == "measured" else [""] * 5), budgets, *columns)
+
+        if train is not None:
+            base = measured(TEXT)
+            read = dofla.token_windows(train, tokenizer, length=512, windows=steps, split="all")
+            change = _trained(opened, read)
+            show(f"{TEXT}, before training ({change:+.3f} nats on the text)", *base)
+        for source in calibrate or [TEXT]:
+            show(source, *measured(source))
     Console(width=160).print(shown)
+
+
+def _trained(model: PreTrainedModel, windows: dofla.TokenWindows) -> float:
+    """Train all weights, one step a window; by how much the loss of the last windows is below that of the first."""
+    optimizer, losses = torch.optim.AdamW(model.parameters(), lr=3e-5, weight_decay=0.0), []
+    for row in windows.input_ids:
+        loss = model(row[None], labels=row[None], use_cache=False).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    tenth = max(1, len(losses) // 10)
+    return fmean(losses[-tenth:]) - fmean(losses[:tenth])
 
 
 def _memory(which: str) -> int:

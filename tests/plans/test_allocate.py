@@ -17,7 +17,7 @@ from dofla.plans.allocate import STRATEGIES
 from dofla.plans.curves import Curves, LayerCurve, Point
 from dofla.plans.hybrid import split
 from dofla.plans.layers import SoftmaxLayer
-from dofla.profiles.profile import HeadStatistics, LayerProfile, Profile, SkippedLayer
+from dofla.profiles.profile import LayerProfile, Profile, SkippedLayer
 from dofla.profiles.spectrum import Spectrum
 
 quick = settings(max_examples=40, deadline=None, derandomize=True)
@@ -37,8 +37,8 @@ class KnownProfile(Profile):
 def layer(number, shape=(1, 64, 64), causal=True):
     kv_heads, head_dim, value_dim = shape
     spectrum = Spectrum(torch.tensor([0.75, 0.25], dtype=torch.float64), 0.0)
-    heads = [spectrum] * kv_heads, [HeadStatistics()] * kv_heads
-    return LayerProfile(f"layers.{number}", kv_heads, kv_heads, head_dim, value_dim, 0.125, causal, *heads)
+    heads = [spectrum] * kv_heads
+    return LayerProfile(f"layers.{number}", kv_heads, kv_heads, head_dim, value_dim, 0.125, causal, heads)
 
 
 def known(rows, shapes=None, skipped=(), causal=True):

@@ -15,52 +15,8 @@ from dofla.integration.reading import windows_for
 from dofla.integration.recorder import AttentionCall, read_windows
 from dofla.integration.sites import AttentionSite, attention_sites, check_kept, check_left, refuse
 from dofla.integration.wrapped import takes_model
-from dofla.profiles.profile import HeadStatistics, LayerProfile, Profile, SkippedLayer
+from dofla.profiles.profile import LayerProfile, Profile, SkippedLayer
 from dofla.profiles.spectrum import NORMALIZATIONS
-
-MASS_FIRST = (1, 4)
-MASS_LAST = (4, 8, 16, 32)
-_ROWS = 32
-"""Query rows per sequence whose attention weights are looked at; all rows would cost more than the model itself."""
-
-
-class Tally:
-    """Running statistics of one layer, per KV head."""
-
-    def __init__(self, generator: torch.Generator) -> None:
-        self.generator = generator
-        self.sums: dict[str, Tensor] = {}
-        self.rows = 0
-
-    def add(self, call: AttentionCall) -> None:
-        """Look at the attention weights of a few rows of one call."""
-        kv_heads, length = call.key.shape[1:3]
-        real, rows = call.real_rows(), call.random_rows(_ROWS, self.generator)
-        counted = real[:, rows]  # [B, R]
-        self.rows += int(counted.sum())
-        log_weights = call.log_weights(rows).unflatten(1, (kv_heads, -1))  # [B, Hkv, G, R, L]
-        weights = log_weights.exp() * counted[:, None, None, :, None]
-        self._add("entropy", -weights * log_weights.clamp_min(-1e4))
-        first = real.cumsum(-1)[:, None, :]  # rank of each key among the real ones, from 1
-        distance = rows[:, None] - torch.arange(length, device=rows.device)
-        for n in MASS_FIRST:
-            self._add(f"first {n}", weights * (first <= n)[:, None, None])
-        for n in MASS_LAST:
-            near = distance < n if call.causal else distance.abs() < n
-            self._add(f"last {n}", weights * near)
-
-    def _add(self, name: str, values: Tensor) -> None:
-        """Values [B, Hkv, G, R, L], which are summed up along rows."""
-        self.sums[name] = self.sums.get(name, 0) + values.sum(-1).mean(dim=2).sum(dim=(0, 2)).double()
-
-    def statistics(self) -> list[HeadStatistics]:
-        """The means so far, one entry per KV head."""
-        result = []
-        for head in range(len(self.sums["entropy"])):
-            means = {name: round(sums[head].item() / self.rows, 5) for name, sums in self.sums.items()}
-            first, last = {n: means[f"first {n}"] for n in MASS_FIRST}, {n: means[f"last {n}"] for n in MASS_LAST}
-            result.append(HeadStatistics(means["entropy"], first, last))
-        return result
 
 
 @takes_model("profile", Bar.stage)
@@ -112,18 +68,16 @@ def profile(
     sites, skipped = _choose(model, keep_softmax)
     made = ESTIMATORS[estimator]
     estimators = {name: made(samples, len(windows), torch.Generator().manual_seed(seed)) for name in sites}
-    tallies = {name: Tally(torch.Generator().manual_seed(seed)) for name in sites}
 
     def look(call: AttentionCall, part: Sequence[int]) -> None:
         estimators[call.name].add(call, part)
-        tallies[call.name].add(call)
 
     read_windows(model, sites, windows, batch_size, look, progress)
     layers = []
     for done, (name, site) in enumerate(sites.items(), start=1):
         spectra = estimators[name].spectra(site.scaling)
         shape = {k: getattr(site, k) for k in ("heads", "kv_heads", "head_dim", "value_dim", "scaling", "causal")}
-        layers.append(LayerProfile(name, **shape, spectra=spectra, statistics=tallies[name].statistics()))
+        layers.append(LayerProfile(name, **shape, spectra=spectra))
         if callable(progress):
             progress("spectra", done, len(sites))
     return Profile(

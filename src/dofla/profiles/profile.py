@@ -22,15 +22,6 @@ from dofla.storage.tensors import read_tensors, write_tensors
 
 
 @dataclass
-class HeadStatistics:
-    """Statistics of one KV head's attention, beside its spectrum: means over rows and the head's queries."""
-
-    entropy: float = 0.0  # nats
-    mass_first: dict[int, float] = field(default_factory=dict)  # share of attention on the first n tokens
-    mass_last: dict[int, float] = field(default_factory=dict)  # share on the last n, the query's own included
-
-
-@dataclass
 class LayerProfile:
     """One attention module."""
 
@@ -42,7 +33,6 @@ class LayerProfile:
     scaling: float
     causal: bool
     spectra: list[Spectrum]  # per KV head
-    statistics: list[HeadStatistics]  # per KV head
 
 
 @dataclass(frozen=True)
@@ -130,8 +120,8 @@ class Profile(Result):
             entry = {k: getattr(layer, k) for k in _LAYER_FIELDS}
             entry["per_head"] = [
                 {"dof": round(n, 4), "dof_error": None if math.isnan(error) else round(error, 4)}
-                | {"log_scale": s.log_scale, "retry": s.retry, **vars(h)}
-                for n, error, s, h in zip(*rows, layer.spectra, layer.statistics, strict=True)
+                | {"log_scale": s.log_scale, "retry": s.retry}
+                for n, error, s in zip(*rows, layer.spectra, strict=True)
             ]
             layers.append(entry)
         head = {"format": _FORMAT} | {name: getattr(self, name) for name in _FIELDS}
@@ -158,15 +148,12 @@ def _layer(entry: dict, tensors: dict[str, Tensor], where: str) -> LayerProfile:
     parts = tensors.get(known["name"] + _SUBSAMPLES, [None] * len(heads))
     if not len(eigenvalues) == len(parts) == len(heads) == known["kv_heads"]:
         raise ValueError(f"{where}: {len(eigenvalues)} spectra, {len(heads)} of {known['kv_heads']} KV heads")
-    spectra, statistics = [], []
+    spectra = []
     for n, (values, own_parts, head) in enumerate(zip(eigenvalues, parts, heads, strict=True)):
-        own = {k: v for k, v in head.items() if k not in ("dof", "dof_error", "log_scale", "retry")}
-        for key in ("mass_first", "mass_last"):
-            own[key] = {int(count): share for count, share in own[key].items()}
-        found = {"eigenvalues": values, "log_scale": head["log_scale"], "retry": head["retry"], "subsamples": own_parts}
+        own = {k: v for k, v in head.items() if k not in ("dof", "dof_error")}
+        found = own | {"eigenvalues": values, "subsamples": own_parts}
         spectra.append(build(Spectrum, found, f"{where}: per_head[{n}]"))
-        statistics.append(build(HeadStatistics, own, f"{where}: per_head[{n}]"))
-    layer = build(LayerProfile, known | {"spectra": spectra, "statistics": statistics}, where)
+    layer = build(LayerProfile, known | {"spectra": spectra}, where)
     for key in ("heads", "kv_heads", "head_dim", "value_dim", "scaling"):
         if getattr(layer, key) <= 0:
             raise ValueError(f"{where}: {key} is {getattr(layer, key)}")
