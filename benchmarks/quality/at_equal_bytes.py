@@ -14,14 +14,16 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
 import typer
 from transformers import PreTrainedModel
 
 from dofla.data import TokenWindows
 from dofla.errors import DoflaError
+from dofla.evaluation import evaluate
 from dofla.evaluation.language import next_token_figures
 from dofla.feature_maps import feature_map_class
 from dofla.feature_maps.heads import FeatureHeads
@@ -30,7 +32,6 @@ from dofla.integration.recorder import evaluation_mode
 from dofla.paper.bench import Bench
 from dofla.paper.study import Study
 from dofla.paper.table import Cell, Figure, Table
-from dofla.runs.opening import windows_of
 from dofla.runs.recipe import DataSpec, StudentSpec, apply_change, read_yaml
 from dofla.runs.run import layer_mean
 from dofla.runs.view import View
@@ -43,8 +44,6 @@ class Quality(Study):
 
     other: DataSpec = field(default_factory=DataSpec)
     long: DataSpec = field(default_factory=DataSpec)
-
-    sections: ClassVar[dict[str, type]] = {**Study.sections, "other": DataSpec, "long": DataSpec}
 
 
 def main(
@@ -77,8 +76,9 @@ def main(
 
 def _language(bench: Bench, specs: list[StudentSpec]) -> Table:
     rows: list[list[Cell]] = []
+    others = {name: bench.students.opened.windows(getattr(bench.study, name)) for name in ("other", "long")}
     for spec in specs:
-        runs, texts = _measures(bench, spec)
+        runs, texts = _measures(bench, spec, others)
         if not rows:
             rows.append(["Original", *[None] * 7, _kib(runs[0]["softmax_bytes"])])
         gaps = [Figure.of([run["language"]["loss_increase"] for run in runs])]
@@ -94,12 +94,12 @@ def _language(bench: Bench, specs: list[StudentSpec]) -> Table:
         *(f"loss increase, {x}" for x in ("other text", "long", "window off", "features off")),
     ]
     columns += ["attention KL", "output error", "state"]
-    lengths = bench.students.opened.validation.length, bench.study.long.length
+    lengths = bench.students.opened.validation.length, others["long"].length
     return Table(
-        "quality",
         f"{bench.study.model}, the bytes of {bench.study.budget} features per KV head unless the row says otherwise",
         columns,
         rows,
+        key="quality",
         notes=[
             f"loss increase over the original in nats per token, at {lengths[0]} tokens; on text of another kind than "
             f"that trained on; at {lengths[1]} tokens; with window and sinks hidden, and with the features hidden",
@@ -109,10 +109,21 @@ def _language(bench: Bench, specs: list[StudentSpec]) -> Table:
     )
 
 
-def _measures(bench: Bench, spec: StudentSpec) -> tuple[list[dict[str, Any]], ...]:
+def _evaluations(bench: Bench, spec: StudentSpec, seeds: list[int]) -> list[dict[str, Any]]:
+    """As ``bench.evaluations``, of these seeds."""
+    windows, sizes = bench.students.opened.validation, bench.study.evaluate.sizes
+
+    def measure(model: PreTrainedModel, seed: int) -> dict[str, Any]:
+        return evaluate(model, windows, **sizes, seed=seed).to_dict()
+
+    return [bench.of(spec, seed, "evaluation", partial(measure, seed=seed)) for seed in seeds]
+
+
+def _measures(
+    bench: Bench, spec: StudentSpec, others: dict[str, TokenWindows]
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Of each seed: the evaluation, and other texts and halves."""
     seeds = bench.study.seeds[:1] if spec.end_to_end or not spec.trained else bench.study.seeds
-    others = {"other": _windows(bench, "other"), "long": _windows(bench, "long")}
 
     def texts(model: PreTrainedModel) -> dict[str, Any]:
         with evaluation_mode(model):
@@ -122,12 +133,7 @@ def _measures(bench: Bench, spec: StudentSpec) -> tuple[list[dict[str, Any]], ..
                     found[name] = next_token_figures(model, bench.students.opened.validation.take(4))
         return found
 
-    return bench.evaluations(spec, seeds), [bench.of(spec, seed, "texts", texts) for seed in seeds]
-
-
-def _windows(bench: Bench, name: str) -> TokenWindows:
-    opened = bench.students.opened
-    return bench.tasks(name, lambda: windows_of(getattr(bench.study, name), opened.model, opened.tokenizer, seed=0))
+    return _evaluations(bench, spec, seeds), [bench.of(spec, seed, "texts", texts) for seed in seeds]
 
 
 @contextmanager
@@ -151,15 +157,15 @@ def hidden(student: PreTrainedModel, what: str) -> Iterator[None]:
 def _embeddings(bench: Bench, specs: list[StudentSpec]) -> Table:
     rows: list[list[Cell]] = []
     for spec in specs:
-        runs = bench.evaluations(spec, bench.study.seeds[:1] if spec.end_to_end else bench.study.seeds)
+        runs = _evaluations(bench, spec, bench.study.seeds[:1] if spec.end_to_end else bench.study.seeds)
         figures = [Figure.of([run["embeddings"][key] for run in runs]) for key in ("cosine", "spearman")]
         errors = [_mean_of_layers(runs, key) for key in ("kl", "output_error")]
         rows.append([spec.name, *figures, *errors, _kib(runs[0]["state_bytes"])])
     return Table(
-        "quality",
         f"{bench.study.model}, the bytes of {bench.study.budget} features per head unless the row says otherwise",
         ["student", "cosine", "Spearman", "attention KL", "output error", "state"],
         rows,
+        key="quality",
         notes=[
             "cosine of the original's and the student's embedding of a text, mean; rank correlation of the "
             "similarities of all pairs of texts; ± half the range over seeds"

@@ -168,7 +168,7 @@ def measure(
     try:
         dofla.linear.distill(student, training, loss="softmax", steps=steps, batch_size=batch, rows=64, seed=0)
         errors = {
-            n: e["head_kl"]
+            n: e.head_kl
             for n, e in attention_fidelity(Converted.of(student), judging, batch_size=batch, seed=0).items()
         }
         effects = _effects(student, judging, errors, None)

@@ -20,7 +20,8 @@ from transformers import AutoModelForCausalLM
 import dofla
 from dofla.integration.packages import packaged_path
 from dofla.integration.sites import attention_sites
-from dofla.plans.plan import LayerPlan, Plan
+from dofla.plans.layers import FeatureLayer
+from dofla.plans.plan import Plan
 from dofla.runs.opening import dtype_of
 
 
@@ -48,7 +49,7 @@ def main(
 
     seconds = {"plain training step": _time(plain_step, repeats)}
     sites = attention_sites(student).items()
-    plan = Plan([LayerPlan(n, s.kv_heads, s.head_dim, s.value_dim, budget) for n, s in sites])
+    plan = Plan([FeatureLayer(n, s.kv_heads, s.head_dim, s.value_dim, budget) for n, s in sites])
     dofla.linear.linearize(student, plan)
     seconds["prf, softmax loss, all rows"] = _time(lambda: layerwise_step(None, "softmax"), repeats)
     seconds[f"prf, softmax loss, rows={rows}"] = _time(lambda: layerwise_step(rows, "softmax"), repeats)
