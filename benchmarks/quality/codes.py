@@ -196,10 +196,10 @@ def compared(model: PreTrainedModel, windows: TokenWindows, before: list[Tensor]
 
 def main(
     model: Annotated[str, typer.Option(help="Folder or hub name of a causal model.")],
-    calibrate: Annotated[str, typer.Option(help="Text to measure keys, queries and values on.")],
     text: Annotated[list[Path], typer.Option(help="Texts to evaluate on; repeatable.")],
     code: Annotated[list[str], typer.Option(default_factory=list, help="NAME:KEY BITS,VALUE BITS; repeatable.")],
     cache: Annotated[list[str], typer.Option("--dofla", default_factory=list, help="Options; repeatable.")],
+    calibrate: Annotated[str, typer.Option(help="Text to measure keys, queries and values on, for codes.")] = "sample",
     length: Annotated[int, typer.Option(help="Tokens per window.")] = 2048,
     windows: Annotated[int, typer.Option(help="Of each text.")] = 1,
     known: Annotated[int, typer.Option(help="Windows to measure on.")] = 3,
@@ -211,8 +211,10 @@ def main(
         kind: dofla.token_windows(where, tokenizer, length=length, windows=windows, split="all")
         for kind, where in sources.items()
     }
-    measured = dofla.token_windows(calibrate, tokenizer, length=length, windows=known, model=opened)
-    found = measure_directions(opened, placed_over(measured, 1, None), list(attention_sites(opened)))
+    found: dict[str, Directions] = {}
+    if code:
+        measured = dofla.token_windows(calibrate, tokenizer, length=length, windows=known, model=opened)
+        found = measure_directions(opened, placed_over(measured, 1, None), list(attention_sites(opened)))
     before = {kind: logs(opened, own) for kind, own in texts.items()}
     shown = table("code", "bits", *texts, "mean", gap=2)
 
