@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import sysconfig
 import tempfile
 import time
 from pathlib import Path
@@ -26,6 +25,7 @@ from typing import Annotated
 
 import torch
 import typer
+from key_quantization import texts_of
 from rich.console import Console
 from transformers import PreTrainedModel
 
@@ -52,12 +52,7 @@ def main(
     dtype: Annotated[str, typer.Option(help="Precision of the weights.")] = "float32",
 ) -> None:
     opened, tokenizer = open_original(model, dtype=dtype)
-    modules = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
-    sources = {Path(name).name.partition(".")[0]: name for name in text} | {"python": modules}
-    texts = {
-        kind: dofla.token_windows(name, tokenizer, length=length, windows=windows, split="all")
-        for kind, name in sources.items()
-    }
+    texts = texts_of([*map(Path, text)], tokenizer, length, windows)
     shown = table("calibrated on", "seconds", "CPU s", "memory", "file", "budgets", *texts, "mean")
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "calibration.safetensors"

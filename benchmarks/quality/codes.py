@@ -21,7 +21,6 @@ Python source, the standard library of the interpreter that runs this, is always
 
 from __future__ import annotations
 
-import sysconfig
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -30,16 +29,15 @@ from typing import Annotated, Any
 import torch
 import typer
 import yaml
+from key_quantization import compared, logs, texts_of
 from rich.console import Console
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel
 
 import dofla
 from dofla.attention import Coder, KeySmoothing
 from dofla.attention.coding.coder import token_bytes
 from dofla.compression.directions import Directions, measure_directions
-from dofla.data import TokenWindows
 from dofla.display import table
 from dofla.integration.converted import Converted
 from dofla.integration.interface import visiting
@@ -179,21 +177,6 @@ def coded(model: PreTrainedModel, layers: Mapping[str, tuple[Code, Code]]) -> It
         yield
 
 
-@torch.inference_mode()
-def logs(model: PreTrainedModel, windows: TokenWindows) -> list[Tensor]:
-    """Log-probabilities [L - 1, V] of each window."""
-    return [model(row[None], use_cache=False).logits[0, :-1].log_softmax(-1) for row in windows.input_ids]
-
-
-def compared(model: PreTrainedModel, windows: TokenWindows, before: list[Tensor]) -> tuple[float, float]:
-    """Loss increase and KL of the model as it is now, in nats per token."""
-    increase = kl = 0.0
-    for row, p, q in zip(windows.input_ids, before, logs(model, windows), strict=True):
-        increase += (cross_entropy(q, row[1:]) - cross_entropy(p, row[1:])).item() / len(windows)
-        kl += (p.exp() * (p - q)).sum(-1).mean().item() / len(windows)
-    return increase, kl
-
-
 def main(
     model: Annotated[str, typer.Option(help="Folder or hub name of a causal model.")],
     text: Annotated[list[Path], typer.Option(help="Texts to evaluate on; repeatable.")],
@@ -205,12 +188,7 @@ def main(
     known: Annotated[int, typer.Option(help="Windows to measure on.")] = 3,
 ) -> None:
     opened, tokenizer = open_original(model, "float32")
-    modules = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
-    sources = {path.name.partition(".")[0]: path for path in text} | {"python": modules}
-    texts = {
-        kind: dofla.token_windows(where, tokenizer, length=length, windows=windows, split="all")
-        for kind, where in sources.items()
-    }
+    texts = texts_of(text, tokenizer, length, windows)
     found: dict[str, Directions] = {}
     if code:
         measured = dofla.token_windows(calibrate, tokenizer, length=length, windows=known, model=opened)

@@ -11,7 +11,6 @@ KL(original ‖ quantized). ``by_queries`` is what :func:`dofla.compress` does.
 
 from __future__ import annotations
 
-import sysconfig
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,10 +18,11 @@ from typing import Annotated, Any
 
 import torch
 import typer
+from compressed import sources
 from rich.console import Console
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import dofla
 from dofla.attention import Coder, KeySmoothing, Moments, rounded
@@ -110,6 +110,25 @@ def logs(model: PreTrainedModel, windows: TokenWindows) -> list[Tensor]:
     return [model(row[None], use_cache=False).logits[0, :-1].log_softmax(-1) for row in windows.input_ids]
 
 
+def compared(model: PreTrainedModel, windows: TokenWindows, before: list[Tensor]) -> tuple[float, float]:
+    """Loss increase and KL of the model as it is now, in nats per token."""
+    increase = kl = 0.0
+    for row, p, q in zip(windows.input_ids, before, logs(model, windows), strict=True):
+        increase += (cross_entropy(q, row[1:]) - cross_entropy(p, row[1:])).item() / len(windows)
+        kl += (p.exp() * (p - q)).sum(-1).mean().item() / len(windows)
+    return increase, kl
+
+
+def texts_of(
+    paths: list[Path], tokenizer: PreTrainedTokenizerBase, length: int, windows: int
+) -> dict[str, TokenWindows]:
+    """Windows of each text, and of Python source."""
+    return {
+        kind: dofla.token_windows(where, tokenizer, length=length, windows=windows, split="all")
+        for kind, where in sources(paths).items()
+    }
+
+
 def main(
     model: Annotated[str, typer.Option(help="Folder or hub name of a causal model.")],
     calibrate: Annotated[str, typer.Option(help="Text to measure keys and queries on.")],
@@ -119,12 +138,7 @@ def main(
     known: Annotated[int, typer.Option(help="Windows to measure on.")] = 4,
 ) -> None:
     teacher, tokenizer = open_original(model, "float32")
-    modules = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
-    sources = {path.name.partition(".")[0]: path for path in text} | {"python": modules}
-    texts = {
-        kind: dofla.token_windows(where, tokenizer, length=length, windows=windows, split="all")
-        for kind, where in sources.items()
-    }
+    texts = texts_of(text, tokenizer, length, windows)
     measured = dofla.token_windows(calibrate, tokenizer, length=length, windows=known, model=teacher)
     found = measure_directions(teacher, placed_over(measured, 1, None), list(attention_sites(teacher)))
     shown = table("keys", "bits", *texts, gap=2)
@@ -134,10 +148,7 @@ def main(
             cells = []
             with quantized(teacher, {layer: QuantizedKeys(own, way, bits) for layer, own in found.items()}):
                 for kind, own in texts.items():
-                    after, increase, kl = logs(teacher, own), 0.0, 0.0
-                    for row, p, q in zip(own.input_ids, before[kind], after, strict=True):
-                        increase += (cross_entropy(q, row[1:]) - cross_entropy(p, row[1:])).item() / len(own)
-                        kl += (p.exp() * (p - q)).sum(-1).mean().item() / len(own)
+                    increase, kl = compared(teacher, own, before[kind])
                     cells.append(f"{increase:.4f}, {kl:.4f}")
             shown.add_row(name, f"{bits:g}", *cells)
             typer.echo(f"{name}, {bits:g} bits: {'; '.join(cells)}", err=True)
