@@ -6,9 +6,9 @@ original's, what one would use instead.
 
 Tasks are 11 of RULER's 13, by the generators of lm-evaluation-harness (``pip install -e ".[ruler]"``) and without a
 network: where RULER has essays stands ``--haystack``, by default the text that comes with dofla. All rows see the same
-contexts, those of ``--seed``. A context is read once for each row and task, before anyone asks; the question follows on
-it. A score is the share of the answers that stand in what the model writes, greedily, within the tokens that RULER
-allows. The mean is that of all tasks, with an interval of 95 % by bootstrap over contexts.
+contexts, those of ``--seed``. A context is read once for each row, before anyone asks; the question follows on it. A
+score is the share of the answers that stand in what the model writes, greedily, within the tokens that RULER allows.
+The mean is that of all tasks, with an interval of 95 % by bootstrap over contexts.
 
 Rows are the softmax cache, transformers' QuantizedCache of 4 bits where optimum-quanto is installed, and one of each
 ``--dofla``, whatever options of :func:`dofla.compress` it names. With ``--kvpress``, the Python of an environment with
@@ -19,7 +19,7 @@ context. What is measured stays in the folder and is not measured again.
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -46,9 +46,9 @@ from dofla.serving.prompt_state import read_prompt
 from dofla.tasks.harness import quiet
 from dofla.tasks.ruler import GROUP, TASKS, ruler_tasks
 
-Answer = Callable[[Context], tuple[float, int]]
-"""The score, and the bytes of the memory after the context."""
-BITS = {name: bits for name, bits in CODED.items() if bits == 4}
+Answers = Callable[[Context], list[tuple[float, int]]]
+"""Of each memory the score, and the bytes after the context."""
+BITS = {SOFTMAX: None} | {name: bits for name, bits in CODED.items() if bits == 4}
 
 
 @quiet()
@@ -70,36 +70,41 @@ def tasks_of(
     return found
 
 
-def answer(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, context: Context) -> tuple[float, int]:
+def answer(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, context: Context) -> list[tuple[float, int]]:
     """By the cache of a compressed model."""
     with evaluation_mode(model):
         cache = read_prompt(model, torch.tensor([context.ids]))
         held = cache_bytes(cache)
-        return score(model, tokenizer, cache, context), held
+        return [(score(model, tokenizer, cache, context), held)]
 
 
 @torch.no_grad()
 def answer_softmax(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, bits: int | None, context: Context
-) -> tuple[float, int]:
-    """By a softmax cache, or by transformers' QuantizedCache, which has coded the whole context."""
-    cache, held = DynamicCache(config=model.config), len(context.ids) * token_bytes(model)
-    model.base_model(torch.tensor([context.ids]), **{CACHE_ARGUMENT: cache})
-    if bits is not None:
-        pairs = [(layer.keys, layer.values) for layer in cache.layers]
-        cache = filled(pairs, QuantizedCache("quanto", model.config, nbits=bits))
-        held = coded_bytes(cache)
-    return score(model, tokenizer, cache, context), held
-
-
-def ask(folder: Path, memory: str, answer: Answer, task: Task) -> Found:
-    """Measured now, or found before."""
-    if found := read_found(folder, task).get((memory, 0)):
-        return found
-    scores, held = zip(*map(answer, task.contexts), strict=True)
-    found = Found(memory, 0, task.name, task.digest, max(held), list(scores))
-    found.write(folder)
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, context: Context
+) -> list[tuple[float, int]]:
+    """By all of :data:`BITS`, from one reading: a softmax cache, and transformers' QuantizedCache, which has coded the
+    whole context."""
+    read, found = DynamicCache(config=model.config), []
+    model.base_model(torch.tensor([context.ids]), **{CACHE_ARGUMENT: read})
+    pairs = [(layer.keys, layer.values) for layer in read.layers]
+    for bits in BITS.values():
+        if bits is None:
+            cache, held = filled(pairs, DynamicCache(config=model.config)), len(context.ids) * token_bytes(model)
+        else:
+            cache = filled(pairs, QuantizedCache("quanto", model.config, nbits=bits))
+            held = coded_bytes(cache)
+        found.append((score(model, tokenizer, cache, context), held))
     return found
+
+
+def ask(folder: Path, memories: Sequence[str], answers: Answers, task: Task) -> None:
+    """Write what these memories score, unless it is there."""
+    there = read_found(folder, task)
+    if all((memory, 0) in there for memory in memories):
+        return
+    for memory, own in zip(memories, zip(*map(answers, task.contexts), strict=True), strict=True):
+        scores, held = zip(*own, strict=True)
+        Found(memory, 0, task.name, task.digest, max(held), list(scores)).write(folder)
 
 
 def options_of(text: str) -> dict[str, Any]:
@@ -152,9 +157,8 @@ def main(
         raise DoflaError(f"length {length}: {model} has {most} positions, give no more")
     tasks = tasks_of(tokenizer, names, length, contexts, haystack, seed)
     out.mkdir(parents=True, exist_ok=True)
-    for name, bits in {SOFTMAX: None, **BITS}.items():
-        for each in tasks:
-            ask(out, name, partial(answer_softmax, teacher, tokenizer, bits), each)
+    for each in tasks:
+        ask(out, list(BITS), partial(answer_softmax, teacher, tokenizer), each)
     known = calibrate and dofla.token_windows(calibrate, tokenizer, length=512, windows=12)
     limits = []
     for text, own in options.items():
@@ -162,7 +166,7 @@ def main(
         if any((memory, 0) not in read_found(out, each) for each in tasks):
             dofla.compress(teacher, known, tokenizer=tokenizer, **own)
             for each in tasks:
-                ask(out, memory, partial(answer, teacher, tokenizer), each)
+                ask(out, [memory], partial(answer, teacher, tokenizer), each)
             dofla.restore(teacher)
         limits.append(max(read_found(out, each)[memory, 0].bytes for each in tasks))
     write_tasks(out, tasks, sorted(set(limits)))

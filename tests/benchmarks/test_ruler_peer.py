@@ -61,7 +61,8 @@ def test_answers_are_those_of_whole_prompts_read_from_the_start(tiny, modules, m
     ids = tiny.tokens(1, 200)[0].tolist()
     context = questions.Context(ids[:180], ids[180:], ["no such answer"], 12)
     monkeypatch.setattr(questions.Context, "score", lambda _, written: said.append(written) or 0.0)
-    assert ruler.answer(student, tokenizer, context)[1] > 0
+    ((_, held),) = ruler.answer(student, tokenizer, context)
+    assert held > 0
     ids = torch.tensor([context.ids + context.question])
     whole = student.generate(ids, max_new_tokens=context.room, do_sample=False, attention_mask=ids > -1)
     assert tokenizer.decode(whole[0, ids.shape[1] :]) == said[-1]
@@ -100,22 +101,25 @@ def test_a_memory_of_fewer_tokens_than_were_read_answers_at_the_places_of_the_te
 @torch.no_grad()
 def test_a_quantized_cache_has_coded_the_context_when_it_is_asked(modules, model, ask, tokenizer, quanto):
     ((context,),) = (task.contexts for task in ask("niah_single_1"))
-    for bits in (4, 2):
-        _, held = modules[0].answer_softmax(model, tokenizer, bits, context)
-        # Of 2 layers, keys and values of 2 heads: codes, a scale and an offset for each token.
-        assert held == 2 * 2 * 2 * len(context.ids) * (64 * bits // 8 + 2 + 2)
+    whole, *coded = modules[0].answer_softmax(model, tokenizer, context)
+    # Of 2 layers, keys and values of 2 heads: 64 numbers; or codes, a scale and an offset for each token.
+    tokens = 2 * 2 * 2 * len(context.ids)
+    assert whole[1] == tokens * 64 * 2
+    assert [held for _, held in coded] == [tokens * (64 * 4 // 8 + 2 + 2)]
 
 
 def test_what_was_found_is_not_measured_again(modules, tmp_path):
     ruler, questions = modules
     task = questions.Task("niah_single_1", [questions.Context([1], [2], ["3"], 4)] * 2)
-    found = ruler.ask(tmp_path, "dofla", lambda context: (0.5, 7), task)
+    ruler.ask(tmp_path, ["dofla", "other"], lambda context: [(0.5, 7), (1.0, 9)], task)
+    ruler.ask(tmp_path, ["dofla"], lambda _: pytest.fail("measured again"), task)
+    found, other = (questions.read_found(tmp_path, task)[memory, 0] for memory in ("dofla", "other"))
     assert (found.scores, found.bytes, found.mean) == ([0.5, 0.5], 7, 0.5)
-    assert ruler.ask(tmp_path, "dofla", lambda _: pytest.fail("measured again"), task) == found
+    assert (other.scores, other.bytes) == ([1.0, 1.0], 9)
     assert questions.read_found(tmp_path, questions.Task(task.name, task.contexts[:1])) == {}
     questions.write_tasks(tmp_path, [task], [900, 4000])
     assert questions.read_tasks(tmp_path) == ([task], [900, 4000])
-    assert questions.read_found(tmp_path, task) == {("dofla", 0): found}
+    assert questions.read_found(tmp_path, task) == {("dofla", 0): found, ("other", 0): other}
 
 
 def test_rows_stand_by_bytes_and_then_by_what_is_found_where_some_is_missing_too(modules, tmp_path):
