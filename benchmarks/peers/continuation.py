@@ -11,6 +11,7 @@ bytes, over the windows of all texts. Windows are the ends of longer ones (``--l
 every ``--length`` the same tokens are judged, with more or less before them. Python source, the modules of the standard
 library of the interpreter that runs this, is always among the texts.
 
+``--dofla OPTIONS`` adds a cache that grows: evict=false, or size=1.5MiB with its heads that hold every token.
 ``--student NAME=FOLDER`` puts an adapter of the same model beside them, one that was trained, say: a row of the bytes,
 among those of ``--cache``, that are nearest to its own.
 
@@ -67,7 +68,7 @@ from dofla.integration.surgery import convert
 from dofla.storage.files import replacing
 
 sys.path.append(str(Path(__file__).parents[1] / "quality"))
-from compressed import sources, window_alone
+from compressed import options_of, sources, window_alone
 
 OURS = "dofla.compress"
 CODED = {f"QuantizedCache, {bits} bits": bits for bits in (4, 2) if is_optimum_quanto_available()}
@@ -104,13 +105,13 @@ def judge_student(student: PreTrainedModel, window: Tensor) -> tuple[float, int]
 
 
 @torch.no_grad()
-def student_row(name: str, limit: int, student: PreTrainedModel, texts: dict[str, Tensor]) -> Row:
-    """A model of constant memory on all windows; its bytes after the first prompt and at the end of any window."""
+def student_row(name: str, limit: int, student: PreTrainedModel, texts: dict[str, Tensor], kind: str = CONSTANT) -> Row:
+    """A converted model on all windows; its bytes after the first prompt and at the end of any window."""
     with evaluation_mode(student):
         found = {text: [judge_student(student, window) for window in all_of[:, None]] for text, all_of in texts.items()}
         before = cache_bytes(read_prompt(student, next(iter(texts.values()))[:1])[0])
     most = max(held for judged in found.values() for _, held in judged)
-    return Row(name, CONSTANT, limit, before, most, {text: [loss for loss, _ in found[text]] for text in texts})
+    return Row(name, kind, limit, before, most, {text: [loss for loss, _ in found[text]] for text in texts})
 
 
 @torch.no_grad()
@@ -234,12 +235,15 @@ def main(
     student: Annotated[
         list[str] | None, typer.Option(help="NAME=FOLDER of an adapter of the model, one row more; repeatable.")
     ] = None,
+    dofla_: Annotated[
+        list[str] | None, typer.Option("--dofla", help="Options of dofla.compress, as evict=false; repeatable.")
+    ] = None,
     own: Annotated[bool, typer.Option("--own", help="Measure on samples of the model's own as well.")] = False,
     kvpress: Annotated[Path | None, typer.Option(help="Python of an environment with kvpress.")] = None,
 ) -> None:
     if not WRITTEN < length <= longest:
         raise DoflaError(f"length {length}: give more than {WRITTEN} and at most {longest}, the longest")
-    adapters = saved(student or [])
+    adapters, options = saved(student or []), {given: options_of(given) for given in dofla_ or []}
     teacher, tokenizer = load_model(model, dtype=torch.float32), AutoTokenizer.from_pretrained(model)
     texts = {}
     for name, where in sources(text or []).items():
@@ -258,6 +262,11 @@ def main(
             if f"{name}, {limit}" not in there:
                 student_row(name, limit, make(teacher), texts).write(out)
                 dofla.restore(teacher)
+    for given, own_options in options.items():
+        if f"dofla, {given}, 0" not in there:
+            compressed = dofla.compress(teacher, known, context=context, **own_options)
+            student_row(f"dofla, {given}", 0, compressed, texts, GROWS).write(out)
+            dofla.restore(teacher)
     for name, folder in adapters.items():
         if not any(row.memory == name for row in there.values()):
             adapter = dofla.load(folder, base_model=model, dtype=torch.float32)

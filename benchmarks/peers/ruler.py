@@ -22,12 +22,11 @@ import subprocess
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 import typer
-import yaml
-from continuation import CODED, coded_bytes
+from continuation import CODED, coded_bytes, options_of
 from judging import SOFTMAX, filled, token_bytes
 from questions import Context, Found, Task, read_found, score, write_tasks
 from rich.console import Console
@@ -105,14 +104,6 @@ def ask(folder: Path, memories: Sequence[str], answers: Answers, task: Task) -> 
     for memory, own in zip(memories, zip(*map(answers, task.contexts), strict=True), strict=True):
         scores, held = zip(*own, strict=True)
         Found(memory, 0, task.name, task.digest, max(held), list(scores)).write(folder)
-
-
-def options_of(text: str) -> dict[str, Any]:
-    """Options of ``dofla.compress``, of ``size=3MiB,retrieval_heads=10``; values are read as YAML."""
-    pairs = [each.partition("=") for each in text.split(",") if each]
-    if not all(map(all, pairs)):
-        raise typer.BadParameter(f"--dofla {text!r}: give NAME=VALUE,NAME=VALUE, options of dofla.compress")
-    return {name: yaml.safe_load(value) for name, _, value in pairs}
 
 
 def merged(folder: Path, tasks: list[Task], title: str) -> Table:

@@ -28,7 +28,7 @@ from typing import Annotated, Any
 
 import torch
 import typer
-import yaml
+from compressed import options_of
 from key_quantization import compared, logs, texts_of
 from rich.console import Console
 from torch import Tensor, nn
@@ -214,7 +214,7 @@ def main(
         with coded(opened, codes):
             show(asked, sum(bits) / len(bits))
     for given in cache:
-        dofla.compress(opened, tokenizer=tokenizer, **yaml.safe_load("{" + given.replace("=", ": ") + "}"))
+        dofla.compress(opened, tokenizer=tokenizer, **options_of(given))
         plan = Converted.of(opened).plan
         numbers_held = length * sum(x.kv_heads * (x.head_dim + x.value_dim) for x in plan.layers)
         show(given, 8 * plan.cache_bytes(length, opened.dtype) / numbers_held)

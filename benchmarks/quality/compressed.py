@@ -28,6 +28,7 @@ from statistics import fmean
 from typing import Annotated, Any
 
 import typer
+import yaml
 from rich.console import Console
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -48,6 +49,14 @@ from dofla.storage.files import write_json
 
 Make = Callable[[PreTrainedModel, TokenWindows, TokenWindows | None], PreTrainedModel]
 Figures = dict[str, Any]
+
+
+def options_of(text: str) -> dict[str, Any]:
+    """Options of ``dofla.compress``, of ``size=3MiB,retrieval_heads=10``; values are read as YAML."""
+    pairs = [each.partition("=") for each in text.split(",") if each]
+    if not all(map(all, pairs)):
+        raise typer.BadParameter(f"--dofla {text!r}: give NAME=VALUE,NAME=VALUE, options of dofla.compress")
+    return {name: yaml.safe_load(value) for name, _, value in pairs}
 
 
 def window_alone(size: str | int, _: int | None) -> Make:

@@ -15,7 +15,7 @@ from typing import Annotated
 
 import torch
 import typer
-import yaml
+from compressed import options_of
 from rich.console import Console
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -42,7 +42,7 @@ def main(
     shown = table("cache", "bytes", "growing heads", "found", "of")
     shown.add_row("softmax", "", "", *map(str, _found(opened, facts, tokenizer)))
     for given in compress:
-        options = yaml.safe_load("{" + given.replace("=", ": ") + "}")
+        options = options_of(given)
         dofla.compress(opened, calibration=calibration, tokenizer=tokenizer, **options)
         plan = Converted.of(opened).plan
         held = size(plan.cache_bytes(length, opened.dtype))
