@@ -7,12 +7,17 @@ namespace dofla::coding {
 
 constexpr std::int64_t kTile = kLanes;  // tokens whose sums are one vector
 
-// The sum of the numbers of each of a tile's vectors.
-inline Lanes sums(Lanes* rows) {
-  transpose_tile(rows, kEachLane);
-  Lanes total = rows[0];
-  for (int i = 1; i < kTile; ++i) total += rows[i];
-  return total;
+// The sum of the numbers of each of a tile's vectors: those S apart are folded into one, which has half of the sums of each.
+template <int S = kTile / 2, int... Lane>
+inline Lanes sums(Lanes* rows, std::integer_sequence<int, Lane...> lanes) {
+#pragma GCC unroll 8
+  for (int i = 0; i < S; ++i) {
+    const Lanes upper = rows[i], lower = rows[i + S];
+    rows[i] = shuffled<((Lane & S) ? kLanes + Lane : Lane)...>(upper, lower) +
+              shuffled<((Lane & S) ? kLanes + Lane - S : Lane + S)...>(upper, lower);
+  }
+  if constexpr (S > 1) return sums<S / 2>(rows, lanes);
+  return rows[0];
 }
 
 // Products of G queries [G, dim] with `count` vectors, at to[g * stride + t], in whole tiles; `of(t, sum)` adds up those of t.
@@ -25,7 +30,7 @@ inline void products(std::int64_t count, float* to, std::int64_t stride, const O
       of(first + t, sum);
       for (int g = 0; g < G; ++g) rows[g][t] = sum[g].lanes();
     }
-    for (int g = 0; g < G; ++g) store(to + g * stride + first, sums(rows[g]));
+    for (int g = 0; g < G; ++g) store(to + g * stride + first, sums(rows[g], kEachLane));
   }
 }
 
