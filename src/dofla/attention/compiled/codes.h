@@ -52,16 +52,28 @@ template <int N, int G>
 inline void scores(const Coder& coder, const std::uint8_t* codes, const std::uint8_t* scales,
                    std::int64_t count, const float* queries, float* to, std::int64_t stride) {
   const std::int64_t bytes = coder.bytes(), blocks = coder.blocks();
-  products<N, G>(count, to, stride, [&](std::int64_t t, Floats<N>* sum) {
-    const std::uint8_t* code = codes + t * bytes;
+  for (std::int64_t first = 0; first < count; first += kTile) {
+    const std::int64_t tokens = std::min(kTile, count - first);
+    Floats<N> sum[G][kTile] = {};
+    const std::uint8_t* code = codes + first * bytes;
     for (std::int64_t b = 0; b < blocks; ++b) {
       with_bits(coder.bits[b], [&](auto n) {
-        const Floats<N> x = levels_of<N, n>(code, coder.tables.levels(n)) * coder.tables.scales()[scales[t * blocks + b]];
-        for (int g = 0; g < G; ++g) sum[g] += Floats<N>::load(queries + g * coder.dim + b * N) * x;
+        Floats<N> query[G];
+        for (int g = 0; g < G; ++g) query[g] = Floats<N>::load(queries + g * coder.dim + b * N);
+        for (std::int64_t t = 0; t < tokens; ++t) {
+          const Floats<N> x = levels_of<N, n>(code + t * bytes, coder.tables.levels(n)) *
+                              coder.tables.scales()[scales[(first + t) * blocks + b]];
+          for (int g = 0; g < G; ++g) sum[g][t] += query[g] * x;
+        }
         code += n * N / 8;
       });
     }
-  });
+    Lanes rows[kTile];
+    for (int g = 0; g < G; ++g) {
+      for (int t = 0; t < kTile; ++t) rows[t] = sum[g][t].lanes();
+      store(to + g * stride + first, sums(rows, kEachLane));
+    }
+  }
 }
 
 // Adds to [G, dim] vectors in int8, each times weights[g * stride + t].
