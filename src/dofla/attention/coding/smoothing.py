@@ -4,7 +4,6 @@ import torch
 from torch import Tensor, nn
 
 from dofla.attention.coding.coder import Moments
-from dofla.attention.state import accumulable
 
 _OUTLIER = 4.0
 """Standard deviation of an outlier channel, over the median of its head's channels. To scale all channels costs
@@ -74,7 +73,7 @@ class KeySmoothing(nn.Module):
         mean, scale = self.mean.unsqueeze(1), self.scale.unsqueeze(1)
         heads = len(self.mean)
         query = (query.unflatten(1, (heads, -1)) * scale.unsqueeze(1).to(query.dtype)).flatten(1, 2)
-        return query, (accumulable(key) - mean) / scale
+        return query, (key - mean) / scale  # of float32 or wider, as the mean is
 
     def moments(self, queries: Moments, keys: Moments) -> tuple[Moments, Moments]:
         """Moments of the queries and keys that :meth:`forward` returns, of those that it gets."""

@@ -41,12 +41,12 @@ struct Group {
         scaling(static_cast<float>(scaling)), heads(of_layer, of_layer + numbers.kv_heads), query(q), key(k), value(v),
         keys(of_keys, numbers.kv_heads, numbers.key_dim, tables), values(of_values, numbers.kv_heads, numbers.value_dim, tables),
         states(given), step(static_cast<float>(scaling * M_LOG2E * 8)), stride(whole_lanes(numbers.key_dim)),
-        rotation(keys.heads * keys.dim * stride), fineness(keys.heads * keys.dim) {
+        rotation(numbers.grows ? 0 : keys.heads * keys.dim * stride), fineness(keys.heads * keys.dim) {
     TORCH_CHECK(tables.is_cpu() && tables.numel() == coding::Tables::kSize, "tables are elsewhere, or of another version");
     TORCH_CHECK(q.size(3) == keys.dim && k.size(3) == keys.dim && v.size(3) == values.dim, "sizes of heads differ");
     for (const std::int64_t head : heads) TORCH_CHECK(0 <= head && head < k.size(1), "there is no KV head ", head);
     lay_out();
-    for (std::int64_t h = 0; h < keys.heads; ++h) {
+    for (std::int64_t h = 0; h < (numbers.grows ? 0 : keys.heads); ++h) {  // nobody is evicted from what grows
       coding::whole_columns(keys.head(h).back, keys.dim, &rotation[h * keys.dim * stride], stride, &fineness[h * keys.dim]);
     }
     move_log_weights(log_weight ? log_weight->const_data_ptr<float>() : nullptr);
