@@ -107,7 +107,8 @@ class Calibration(Result):
     def apply(self, converted: Converted) -> None:
         """Calibrate the coders of a model that has a compressed cache."""
         for name, layer in converted.layers.items():
-            self.directions[name].calibrate(layer, converted.model)
+            own = self.directions[name]
+            own.calibrate(layer, own.weighing(converted.model))
 
     def parts(self) -> Iterator[Part]:
         """Head budgets of each module, and what eviction in it costs."""

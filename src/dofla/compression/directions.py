@@ -92,21 +92,22 @@ class Directions:
         """The quadratic form [Hkv, dv, dv] by which an error in a value counts: what it does to the output. None for
         its square, where there is no output projection, or one that no number of query heads goes into."""
         heads, _, value_dim = self.shape
-        weight = _matrix(model.get_submodule(self.output), model).double().cpu() if self.output else None  # [D, H · dv]
+        weight = (
+            _matrix(model.get_submodule(self.output), model.dtype).double().cpu() if self.output else None
+        )  # [D, H · dv]
         if weight is None or weight.shape[1] % (heads * value_dim):
             return None
         per_head = weight.unflatten(1, (heads, -1, value_dim))
         return torch.einsum("ohgi,ohgj->hij", per_head, per_head)
 
-    def calibrate(self, layer: AttachedLayer, model: PreTrainedModel) -> None:
-        """Give them to the coders of a compressed layer of ``model``, and to what smooths its keys."""
+    def calibrate(self, layer: AttachedLayer, weighing: Tensor | None) -> None:
+        """Give them, and :meth:`weighing`, to the coders of a compressed layer, and to what smooths its keys."""
         heads = layer.compressed
         assert heads is not None
         assert layer.smoothing is not None
         asked, of_keys, of_values = self.moments()
         layer.smoothing.calibrate(of_keys, asked)
         queries, keys = layer.smoothing.moments(asked, of_keys)
-        weighing = self.weighing(model)
         for tier, own in zip(heads.tiers, heads.layout.heads, strict=True):
             tier.key.calibrate(keys[own], queries.second[own])
             tier.value.calibrate(of_values[own], None if weighing is None else weighing[own])
@@ -172,13 +173,13 @@ def _outputs(model: PreTrainedModel, layers: Collection[str], answered: list[str
         yield found
 
 
-def _matrix(linear: Any, model: PreTrainedModel) -> Tensor:
-    """The weight [outputs, inputs] of a linear layer, whatever it is kept in."""
+def _matrix(linear: Any, dtype: torch.dtype) -> Tensor:
+    """The weight [outputs, inputs] of a linear layer that computes in ``dtype``, whatever it is kept in."""
     with loaded(linear):
         weight = getattr(linear, "weight", None)
         if type(weight) is nn.Parameter and weight.is_floating_point():
             return weight.detach().T if isinstance(linear, Conv1D) else weight.detach()
-    inputs = torch.eye(linear.in_features, dtype=model.dtype, device=device_of(model))  # quantized
+    inputs = torch.eye(linear.in_features, dtype=dtype, device=device_of(linear))  # quantized
     with torch.no_grad():
         outputs = linear(inputs).float() - linear(torch.zeros_like(inputs[:1])).float()
     return outputs.T

@@ -18,7 +18,7 @@ from dofla.integration.converted import Converted, is_converted
 from dofla.integration.hub import fetch, hub_name
 from dofla.integration.lora import factor_pairs, merge_factors
 from dofla.integration.model_card import write_card
-from dofla.integration.offload import check_in_memory
+from dofla.integration.offload import check_in_memory, device_of
 from dofla.integration.packages import DEMO, packaged_name, packaged_path
 from dofla.integration.precision import warn_of_slow_products
 from dofla.integration.quantizer import METHOD
@@ -314,5 +314,5 @@ def load_model(
     if loaded["mismatched_keys"] and not resize:
         key, found, expected = min(loaded["mismatched_keys"])
         raise DoflaError(f"cannot load model {str(name)!r}: {key} is {list(found)}, not {list(expected)}")
-    warn_of_slow_products(model)
+    warn_of_slow_products(device_of(model), model.dtype)
     return model.eval()

@@ -44,13 +44,10 @@ def is_rotary(model: PreTrainedModel) -> bool:
     return any(name.endswith("rotary_emb") for name, _ in model.named_modules())
 
 
-def positions_within(model: PreTrainedModel, context: int | None) -> int | None:
-    """The number of positions to use: those of the model, or a plan's ``context`` if that is smaller; None if neither
-    is known."""
-    known = positions_of(model)
-    if known is None or context is None:
-        return known if context is None else context
-    return min(known, context)
+def positions_within(positions: int | None, context: int | None) -> int | None:
+    """The number of positions to use: those of a model, or a plan's ``context`` if that is smaller; None if neither is
+    known."""
+    return min((known for known in (positions, context) if known is not None), default=None)
 
 
 def check_context(context: int, positions: int | None) -> None:

@@ -4,9 +4,6 @@ import logging
 from functools import lru_cache
 
 import torch
-from transformers import PreTrainedModel
-
-from dofla.integration.offload import device_of
 
 logger = logging.getLogger(__name__)
 
@@ -28,10 +25,10 @@ def half_is_slow() -> bool:
     return not torch.cuda.is_available() and is_slow(torch.bfloat16)
 
 
-def warn_of_slow_products(model: PreTrainedModel) -> None:
+def warn_of_slow_products(device: torch.device, dtype: torch.dtype) -> None:
     """Say so, once, if a model of half precision stands on a processor without instructions for it."""
-    if device_of(model).type == "cpu" and is_slow(model.dtype):
-        _warn(model.dtype)
+    if device.type == "cpu" and is_slow(dtype):
+        _warn(dtype)
 
 
 @lru_cache

@@ -23,6 +23,7 @@ from dofla.integration.consistency import check_consistency
 from dofla.integration.converted import Converted, is_converted
 from dofla.integration.hub import origin
 from dofla.integration.interface import computed_instead, computing, dofla_attention, softmax_attention, visiting
+from dofla.integration.offload import device_of
 from dofla.integration.precision import warn_of_slow_products
 from dofla.integration.quantizer import DoflaConfig, DoflaQuantizer
 from dofla.integration.sites import AttentionSite, attention_sites, check_kept, check_left, refuse
@@ -77,7 +78,7 @@ def convert(
     if is_converted(model):
         raise DoflaError("the model is converted already: call dofla.restore(model) first")
     plan = renamed(plan, model)
-    warn_of_slow_products(model)
+    warn_of_slow_products(device_of(model), model.dtype)
     _check(plan, attention_sites(model) if sites is None else sites)
     with_own_configs(model)
     layers, generator = attach(model, plan), torch.Generator().manual_seed(seed)
