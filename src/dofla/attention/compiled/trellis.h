@@ -11,22 +11,33 @@ namespace dofla::coding {
 
 constexpr int kWindows = 1 << kWindow;
 
+#ifdef __AVX2__
+inline __m128i load_bytes(const void* from) { return _mm_loadu_si128(static_cast<const __m128i*>(from)); }
+
+// The first N of 16 integers.
+template <int N>
+inline Floats<N> floats(__m128i bytes) {
+  const auto eight = [](__m128i some) { return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(some)); };
+  if constexpr (N == 8) {
+    return {eight(bytes)};
+  } else {
+#ifdef __AVX512F__
+    return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes))};
+#else
+    return {eight(bytes), eight(_mm_srli_si128(bytes, 8))};
+#endif
+  }
+}
+#endif
+
 template <int N>
 inline Floats<N> floats(const std::int8_t* from) {
-#ifdef __aarch64__
-  float found[N];  // as a loop, of which the compiler makes vectors: those of four bytes it would take apart
+#ifdef __AVX2__
+  return floats<N>(N == 8 ? _mm_loadl_epi64(reinterpret_cast<const __m128i*>(from)) : load_bytes(from));
+#else
+  float found[N];  // as a loop, of which the compiler makes vectors: those of bytes it would take apart
   for (int i = 0; i < N; ++i) found[i] = from[i];
   return Floats<N>::load(found);
-#else
-  constexpr int kPart = Floats<N>::kPart;
-  typedef std::int8_t Bytes __attribute__((vector_size(kPart)));
-  Floats<N> found;
-  for (int p = 0; p < Floats<N>::kParts; ++p) {
-    Bytes bytes;
-    std::memcpy(&bytes, from + p * kPart, sizeof bytes);
-    found.parts[p] = __builtin_convertvector(bytes, typename Floats<N>::Part);
-  }
-  return found;
 #endif
 }
 
@@ -54,10 +65,6 @@ struct Windows {
   }
 };
 
-#ifdef __AVX2__
-inline __m128i load_bytes(const void* from) { return _mm_loadu_si128(static_cast<const __m128i*>(from)); }
-#endif
-
 // The levels that a block's codes stand for. 16 bytes may be read, as behind codes there are scales (rows.py).
 template <int N, int Bits>
 inline Floats<N> levels_of(const std::uint8_t* codes, const Levels& levels) {
@@ -84,16 +91,8 @@ inline Floats<N> levels_of(const std::uint8_t* codes, const Levels& levels) {
   const __m128i low = _mm_and_si128(window, _mm_set1_epi8(15));
   const auto among = [&](int from) { return _mm_shuffle_epi8(load_bytes(levels.bytes + from), low); };
   const __m128i fifth = _mm_slli_epi16(window, 3), sixth = _mm_slli_epi16(window, 2);  // the highest of their bytes
-  const __m128i found =
-      _mm_blendv_epi8(_mm_blendv_epi8(among(0), among(16), fifth), _mm_blendv_epi8(among(32), among(48), fifth), sixth);
-  const auto wide = [](__m128i bytes) { return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes)); };
-  if constexpr (N == 8) {
-    return {wide(found)};
-  } else if constexpr (kLanes == 8) {
-    return {wide(found), wide(_mm_srli_si128(found, 8))};
-  } else {
-    return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(found))};
-  }
+  return floats<N>(
+      _mm_blendv_epi8(_mm_blendv_epi8(among(0), among(16), fifth), _mm_blendv_epi8(among(32), among(48), fifth), sixth));
 #elif defined(__aarch64__)
   const uint8x16_t all = vld1q_u8(codes);
   const auto eight = [&](int i) {
