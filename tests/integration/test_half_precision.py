@@ -101,7 +101,7 @@ def test_a_double_precision_model_computes_in_double_precision():
     [(torch.bfloat16, False, 1), (torch.float16, False, 1), (torch.bfloat16, True, 0), (torch.float32, False, 0)],
 )
 def test_a_processor_without_instructions_for_half_precision_is_named_once(dtype, supported, said, monkeypatch, caplog):
-    precision._warn.cache_clear()
+    precision.warn_of_slow_products.cache_clear()
     for name in ("_is_mkldnn_bf16_supported", "_is_mkldnn_fp16_supported"):
         monkeypatch.setattr(torch.ops.mkldnn, name, lambda: supported, raising=False)
     for _ in range(2):
@@ -109,7 +109,7 @@ def test_a_processor_without_instructions_for_half_precision_is_named_once(dtype
     found = [record.getMessage() for record in caplog.records if record.name == precision.__name__]
     assert len(found) == said
     assert all(str(dtype).removeprefix("torch.") in line and "--set dtype=float32" in line for line in found)
-    precision._warn.cache_clear()
+    precision.warn_of_slow_products.cache_clear()
 
 
 @pytest.mark.parametrize(("slow", "dtype"), [(True, torch.float32), (False, torch.bfloat16)])

@@ -25,16 +25,12 @@ def half_is_slow() -> bool:
     return not torch.cuda.is_available() and is_slow(torch.bfloat16)
 
 
+@lru_cache
 def warn_of_slow_products(device: torch.device, dtype: torch.dtype) -> None:
     """Say so, once, if a model of half precision stands on a processor without instructions for it."""
     if device.type == "cpu" and is_slow(dtype):
-        _warn(dtype)
-
-
-@lru_cache
-def _warn(dtype: torch.dtype) -> None:
-    logger.warning(
-        "this processor has no instructions for products in %s and is many times faster in float32: open the model "
-        "with dtype=torch.float32 (--set dtype=float32), which takes twice the memory for weights",
-        str(dtype).removeprefix("torch."),
-    )
+        logger.warning(
+            "this processor has no instructions for products in %s and is many times faster in float32: open the model "
+            "with dtype=torch.float32 (--set dtype=float32), which takes twice the memory for weights",
+            str(dtype).removeprefix("torch."),
+        )

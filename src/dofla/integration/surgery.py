@@ -12,13 +12,7 @@ from transformers import PreTrainedModel
 
 from dofla.errors import DoflaError
 from dofla.feature_maps.cost import HeadCost
-from dofla.integration.attaching import (
-    SOFTMAX,
-    attach,
-    renamed,
-    switch_on,
-    with_own_configs,
-)
+from dofla.integration.attaching import SOFTMAX, attach, renamed, switch_on, with_own_configs
 from dofla.integration.consistency import check_consistency
 from dofla.integration.converted import Converted, is_converted
 from dofla.integration.hub import origin
