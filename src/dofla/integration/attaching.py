@@ -13,7 +13,7 @@ from dofla.errors import DoflaError
 from dofla.integration.cache import hand_over_cache
 from dofla.integration.interface import LINEAR
 from dofla.integration.offload import device_of
-from dofla.integration.positions import positions_of, positions_within
+from dofla.integration.positions import positions_of
 from dofla.layers import AttentionLayer, parts_of
 from dofla.plans.layers import MOST_TOKENS, LayerPlan
 from dofla.plans.plan import Plan
@@ -52,7 +52,7 @@ def attach(model: PreTrainedModel, plan: Plan) -> list[AttachedLayer]:
     anything is allocated, for a layer that the model does not have, or that cannot be of its sizes."""
     attached = []
     converted = plan.converted
-    positions = positions_within(positions_of(model), plan.context)
+    positions = positions_of(model, plan.context)
     modules = [_module_of(model, layer, positions) for layer in converted]
     for layer, module in zip(converted, modules, strict=True):
         own = module.dofla = AttachedLayer(layer, len(converted) < len(plan.layers), positions, plan.prefill)

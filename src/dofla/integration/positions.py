@@ -23,12 +23,13 @@ def stated_positions(config: PreTrainedConfig) -> int | None:
     return next((found for field in _FIELDS if (found := getattr(config, field, None))), None)
 
 
-def positions_of(model: PreTrainedModel) -> int | None:
-    """The number of positions that a model has for a text; None if it states none."""
+def positions_of(model: PreTrainedModel, context: int | None = None) -> int | None:
+    """The number of positions that a model has for a text, or a ``context`` if that is smaller; None if neither is
+    known."""
     most, table = stated_positions(model.config), table_of_positions(model)
     if most is not None and table is not None and table.padding_idx is not None:
-        return min(most, table.num_embeddings - table.padding_idx - 1)  # RoBERTa and its kin count from beyond padding
-    return most
+        most = min(most, table.num_embeddings - table.padding_idx - 1)  # RoBERTa and its kin count from beyond padding
+    return min((known for known in (most, context) if known is not None), default=None)
 
 
 def table_of_positions(model: PreTrainedModel) -> nn.Embedding | None:
@@ -42,12 +43,6 @@ def table_of_positions(model: PreTrainedModel) -> nn.Embedding | None:
 def is_rotary(model: PreTrainedModel) -> bool:
     """True if the positions of the model are rotary: it notices how far tokens stand apart, and not where."""
     return any(name.endswith("rotary_emb") for name, _ in model.named_modules())
-
-
-def positions_within(positions: int | None, context: int | None) -> int | None:
-    """The number of positions to use: those of a model, or a plan's ``context`` if that is smaller; None if neither is
-    known."""
-    return min((known for known in (positions, context) if known is not None), default=None)
 
 
 def check_context(context: int, positions: int | None) -> None:

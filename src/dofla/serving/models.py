@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 
 from dofla.errors import DoflaError
 from dofla.integration.converted import Converted, is_converted
-from dofla.integration.positions import positions_of, positions_within
+from dofla.integration.positions import positions_of
 from dofla.integration.wrapped import unwrapped
 
 Module = TypeVar("Module", bound=nn.Module)
@@ -24,7 +24,7 @@ def writing(model: nn.Module) -> PreTrainedModel:
 
 def usable_positions(model: PreTrainedModel) -> int | None:
     """Positions that a text may take: those of the model, fewer if its cache was made for fewer; None if unknown."""
-    return positions_within(positions_of(model), Converted.of(model).plan.context if is_converted(model) else None)
+    return positions_of(model, Converted.of(model).plan.context if is_converted(model) else None)
 
 
 def view(module: Module, **own: Any) -> Module:
