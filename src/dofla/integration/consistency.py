@@ -16,8 +16,7 @@ from transformers import PreTrainedModel
 from dofla.errors import DoflaError
 from dofla.integration.cache import CACHE_ARGUMENT
 from dofla.integration.interface import token_by_token
-from dofla.integration.offload import device_of
-from dofla.integration.recorder import evaluation_mode, fed
+from dofla.integration.recorder import evaluation_mode
 from dofla.integration.sites import a_few_tokens
 
 CALLS = (3, 4, 1)
@@ -83,16 +82,15 @@ def _both_ways(model: PreTrainedModel, seed: int, padded: bool) -> tuple[Tensor,
     }
     plain = [n for n in range(min(config.vocab_size, 4 * TOKENS + len(special))) if n not in special] or [0]
     chosen = torch.randint(len(plain), (3 if padded else 1, TOKENS), generator=torch.Generator().manual_seed(seed))
-    ids, options = torch.tensor(plain)[chosen].to(device_of(model)), dict[str, Any]()
-    whole = _call(model, ids, padded, torch.ones_like(ids), 0, use_cache=False)[0]
-    parts, seen = [], 0
+    few = a_few_tokens(model)
+    ids = torch.tensor(plain)[chosen].to(few["input_ids"].device)
+    given: dict[str, Any] = {name: x.expand(len(ids), *x.shape[1:]) for name, x in few.items()}
+    whole, parts = _call(model, ids, padded, torch.ones_like(ids), use_cache=False, **given)[0], []
     pieces, masks = _pieces(ids, padded)
-    for n, piece in enumerate(pieces):
-        mask = torch.cat(masks[: n + 1], 1)
-        out = _call(model, piece, padded, mask, seen, use_cache=True, **options)
-        seen += piece.shape[1]
-        options[CACHE_ARGUMENT] = getattr(out, CACHE_ARGUMENT, None)
-        if options[CACHE_ARGUMENT] is None:
+    for n, piece in enumerate(pieces, 1):
+        out = _call(model, piece, padded, torch.cat(masks[:n], 1), use_cache=True, **given)
+        given[CACHE_ARGUMENT] = getattr(out, CACHE_ARGUMENT, None)
+        if given[CACHE_ARGUMENT] is None:
             return whole, None
         parts.append(out[0])
     if any(len(out) != len(ids) or out.shape[1] != length for out, length in zip(parts, CALLS, strict=True)):
@@ -103,26 +101,21 @@ def _both_ways(model: PreTrainedModel, seed: int, padded: bool) -> tuple[Tensor,
 def _pieces(ids: Tensor, padded: bool) -> tuple[list[Tensor], list[Tensor]]:
     """Tokens of each call, and which of them are real. With padding, the second row begins with some, and the third
     goes on with some: they then end as many tokens earlier."""
-    first = CALLS[0]
-    if not padded:
-        return list(ids.split(CALLS, 1)), [torch.ones_like(piece) for piece in ids.split(CALLS, 1)]
-    mask = torch.ones_like(ids)
-    mask[1, :PADDED], mask[2, first : first + PADDED] = 0, 0
+    mask, first = torch.ones_like(ids), CALLS[0]
+    if padded:
+        mask[1, :PADDED], mask[2, first : first + PADDED] = 0, 0
     places = (mask.cumsum(-1) - 1).clamp(min=0)
     return list(ids.gather(1, places).split(CALLS, 1)), list(mask.split(CALLS, 1))
 
 
-def _call(model: PreTrainedModel, ids: Tensor, padded: bool, mask: Tensor, seen: int, **options: Any) -> Any:
-    given = {name: x for name, x in a_few_tokens(model).items() if name != "decoder_input_ids"}
-    if model.config.is_encoder_decoder:
-        given["input_ids"] = given["input_ids"].expand(len(ids), -1)
-        return model(**fed(model, given) | {"decoder_input_ids": ids}, **options)
-    given = {name: x.expand(len(ids), *x.shape[1:]) for name, x in given.items()} | {"input_ids": ids}
-    if padded:
+def _call(model: PreTrainedModel, ids: Tensor, padded: bool, mask: Tensor, **given: Any) -> Any:
+    decodes = model.config.is_encoder_decoder
+    given["decoder_input_ids" if decodes else "input_ids"] = ids
+    if padded and not decodes:
         given["attention_mask"] = mask
         if "position_ids" in inspect.signature(model.forward).parameters:
-            given["position_ids"] = (mask.cumsum(-1) - 1).clamp(min=0)[:, seen:]
-    return model(**given, **options)
+            given["position_ids"] = (mask.cumsum(-1) - 1).clamp(min=0)[:, -ids.shape[1] :]
+    return model(**given)
 
 
 def _difference(whole: Tensor, parts: list[Tensor], padded: bool) -> float:
