@@ -50,10 +50,14 @@ class AttachedLayer(AttentionLayer):
 def attach(model: PreTrainedModel, plan: Plan) -> list[AttachedLayer]:
     """Add the submodules and hooks of the plan's converted layers; nothing is switched on yet. DoflaError, before
     anything is allocated, for a layer that the model does not have, or that cannot be of its sizes."""
-    attached = []
-    converted = plan.converted
+    attached, modules, converted = [], [], plan.converted
     positions = positions_of(model, plan.context)
-    modules = [_module_of(model, layer, positions) for layer in converted]
+    for layer in converted:
+        try:
+            modules.append(model.get_submodule(layer.name))
+        except AttributeError:
+            raise DoflaError(f"the plan is for another model: {type(model).__name__} has no {layer.name!r}") from None
+        _check_sizes(layer, modules[-1], positions)
     for layer, module in zip(converted, modules, strict=True):
         own = module.dofla = AttachedLayer(layer, len(converted) < len(plan.layers), positions, plan.prefill)
         own.to(device_of(module))
@@ -72,12 +76,8 @@ def with_own_configs(model: PreTrainedModel) -> None:
                 setattr(module, name, deepcopy(value, copies))
 
 
-def _module_of(model: PreTrainedModel, layer: LayerPlan, positions: int | None) -> nn.Module:
-    """The module that a layer is planned for; DoflaError unless it has so large heads, and the model so many tokens."""
-    try:
-        module = model.get_submodule(layer.name)
-    except AttributeError:
-        raise DoflaError(f"the plan is for another model: {type(model).__name__} has no {layer.name!r}") from None
+def _check_sizes(layer: LayerPlan, module: nn.Module, positions: int | None) -> None:
+    """DoflaError unless the module that a layer is planned for has so large heads, and the model so many tokens."""
     width, most = layer.kv_heads * max(layer.head_dim, layer.value_dim), max(positions or MOST_TOKENS, _HELD_ANYWAY)
     weights = *module.parameters(), *module.buffers()  # quantized ones may be either
     widest = max((side for weight in weights for side in weight.shape), default=width)
@@ -91,7 +91,6 @@ def _module_of(model: PreTrainedModel, layer: LayerPlan, positions: int | None) 
             f"the plan gives a KV head of {layer.name} {layer.largest} tokens or features, and the model, which has "
             f"{positions or 'an unknown number of'} positions, may have {most}; compress the model again"
         )
-    return module
 
 
 def switch_on(model: PreTrainedModel) -> None:
