@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -47,7 +47,7 @@ class Target:
         sites = attention_sites(model)
         shapes = [f"{x.name} {x.heads} {x.kv_heads} {x.head_dim} {x.value_dim}" for x in sites.values()]
         fingerprint = hashlib.blake2b("\n".join(shapes).encode(), digest_size=8).hexdigest()
-        name, weights = model.config._name_or_path or kind, _a_few_weights(model, sites)
+        name, weights = model.config._name_or_path or kind, _a_few_weights(map(model.get_submodule, sites))
         return cls(name, kind, model.config, sites, fingerprint, weights, positions, context, keep_softmax or ())
 
     @property
@@ -108,11 +108,11 @@ def tokenizer_of(model: PreTrainedModel, needed: bool = True) -> PreTrainedToken
 
 
 @torch.no_grad()
-def _a_few_weights(model: PreTrainedModel, sites: Mapping[str, AttentionSite]) -> list[float]:
+def _a_few_weights(modules: Iterable[nn.Module]) -> list[float]:
     """Numbers of the first matrix of each module; none of a quantized one, or one that is not in memory."""
     found: list[float] = []
-    for site in sites.values():
-        for name, weight in model.get_submodule(site.name).named_parameters():
+    for module in modules:
+        for name, weight in module.named_parameters():
             if ".dofla." not in f".{name}" and weight.ndim == 2:
                 if type(weight) is nn.Parameter and weight.is_floating_point() and not weight.is_meta:
                     some = weight.reshape(-1)[:: max(1, weight.numel() // _SAMPLED)][:_SAMPLED]
