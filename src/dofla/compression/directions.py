@@ -92,10 +92,10 @@ class Directions:
         """The quadratic form [Hkv, dv, dv] by which an error in a value counts: what it does to the output. None for
         its square, where there is no output projection, or one that no number of query heads goes into."""
         heads, _, value_dim = self.shape
-        weight = (
-            _matrix(model.get_submodule(self.output), model.dtype).double().cpu() if self.output else None
-        )  # [D, H · dv]
-        if weight is None or weight.shape[1] % (heads * value_dim):
+        if not self.output:
+            return None
+        weight = _matrix(model.get_submodule(self.output), model.dtype).double().cpu()  # [D, H · dv]
+        if weight.shape[1] % (heads * value_dim):
             return None
         per_head = weight.unflatten(1, (heads, -1, value_dim))
         return torch.einsum("ohgi,ohgj->hij", per_head, per_head)
