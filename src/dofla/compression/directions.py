@@ -94,7 +94,7 @@ class Directions:
         heads, _, value_dim = self.shape
         if not self.output:
             return None
-        weight = _matrix(model.get_submodule(self.output), model.dtype).double().cpu()  # [D, H · dv]
+        weight = _matrix(model.get_submodule(self.output), device_of(model), model.dtype).double().cpu()  # [D, H · dv]
         if weight.shape[1] % (heads * value_dim):
             return None
         per_head = weight.unflatten(1, (heads, -1, value_dim))
@@ -173,13 +173,13 @@ def _outputs(model: PreTrainedModel, layers: Collection[str], answered: list[str
         yield found
 
 
-def _matrix(linear: Any, dtype: torch.dtype) -> Tensor:
-    """The weight [outputs, inputs] of a linear layer that computes in ``dtype``, whatever it is kept in."""
+def _matrix(linear: Any, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """The weight [outputs, inputs] of a linear layer that computes there and so, whatever it is kept in."""
     with loaded(linear):
         weight = getattr(linear, "weight", None)
         if type(weight) is nn.Parameter and weight.is_floating_point():
             return weight.detach().T if isinstance(linear, Conv1D) else weight.detach()
-    inputs = torch.eye(linear.in_features, dtype=dtype, device=device_of(linear))  # quantized
+    inputs = torch.eye(linear.in_features, dtype=dtype, device=device)  # quantized
     with torch.no_grad():
         outputs = linear(inputs).float() - linear(torch.zeros_like(inputs[:1])).float()
     return outputs.T
