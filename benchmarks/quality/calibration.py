@@ -60,10 +60,10 @@ def main(
         def measured(source: str) -> tuple[Calibration, list[str]]:
             cut = default_cut(positions_of(opened))
             read = dofla.token_windows(source, tokenizer, model=opened, progress=False, **cut)
-            _forget_peak()
-            before, started, spent = _memory("VmRSS"), time.perf_counter(), time.process_time()
+            forget_peak()
+            before, started, spent = memory("VmRSS"), time.perf_counter(), time.process_time()
             found = dofla.calibrate(opened, read, tokenizer=tokenizer, progress=False)
-            seconds, cpu, peak = time.perf_counter() - started, time.process_time() - spent, _memory("VmHWM") - before
+            seconds, cpu, peak = time.perf_counter() - started, time.process_time() - spent, memory("VmHWM") - before
             found.save(path)
             return found, [f"{seconds:.0f}", f"{cpu:.0f}", in_bytes(peak), in_bytes(path.stat().st_size)]
 
@@ -98,13 +98,13 @@ def _trained(model: PreTrainedModel, windows: dofla.TokenWindows) -> float:
     return fmean(losses[-tenth:]) - fmean(losses[:tenth])
 
 
-def _memory(which: str) -> int:
+def memory(which: str) -> int:
     """Bytes of the process: VmRSS now, or VmHWM at most."""
     lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
     return next(1024 * int(line.split()[1]) for line in lines if line.startswith(which))
 
 
-def _forget_peak() -> None:
+def forget_peak() -> None:
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)  # what is free but kept would be used unseen
     Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")

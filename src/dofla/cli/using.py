@@ -29,6 +29,7 @@ from dofla.cli.options import (
 from dofla.cli.settings import Function
 from dofla.cli.verb import current_view
 from dofla.errors import DoflaError, about, check_choice, check_numbers
+from dofla.integration.offload import device_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -148,7 +149,7 @@ def generate(
         ids = torch.cat([start[0].cpu(), ids], dim=1)
         options[CACHE_ARGUMENT] = start[1]
         check_readable(opened, ids, f"{prompt_state} and --prompt", new_tokens)
-    ids = ids.to(opened.device)
+    ids = ids.to(device_of(opened))
     set_seed(**draws)
     out = opened.generate(  # type: ignore[operator] # of their GenerationMixin
         ids, attention_mask=torch.ones_like(ids), **options

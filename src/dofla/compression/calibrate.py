@@ -25,6 +25,7 @@ from dofla.data import TokenWindows
 from dofla.display import Bar
 from dofla.distillation.objective import Objective
 from dofla.errors import DoflaError, check_choice, check_numbers
+from dofla.integration.offload import device_of
 from dofla.integration.placement import calibration_context, placed_over
 from dofla.integration.reading import windows_for
 from dofla.integration.recorder import AttentionCall, evaluation_mode, recording, run_body
@@ -213,7 +214,7 @@ def _compared(
             tokens, rows = sum(map(objective.count, others)), sum(len(batch["input_ids"]) for batch in others)
             with evaluation_mode(model), torch.no_grad():
                 for batch in others:
-                    inputs = {name: data.to(model.device) for name, data in batch.items()}
+                    inputs = {name: data.to(device_of(model)) for name, data in batch.items()}
                     total += objective(inputs, tokens, rows).item()
                     work("head budgets", 2 * _tokens(batch))
         finally:

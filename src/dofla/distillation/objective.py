@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from dofla.data import predicted
+from dofla.integration.offload import device_of
 from dofla.integration.recorder import fed, mean_pooled, run_body
 
 POSITIONS_AT_A_TIME = 128
@@ -86,7 +87,7 @@ def _head_stands_apart(student: PreTrainedModel) -> bool:
     head = student.get_output_embeddings()
     if head is None:
         return False
-    ids = torch.arange(8, device=student.device).unsqueeze(0) % student.config.get_text_config().vocab_size
+    ids = torch.arange(8, device=device_of(student)).unsqueeze(0) % student.config.get_text_config().vocab_size
     batch = {"input_ids": ids}
     hidden = getattr(run_body(student, batch), "last_hidden_state", None)
     if hidden is None or hidden.shape[-1] != head.weight.shape[1]:

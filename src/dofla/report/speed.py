@@ -16,6 +16,7 @@ from dofla.data import TokenWindows
 from dofla.integration.cache import CACHE_ARGUMENT, LinearCacheLayer
 from dofla.integration.checkpoint import apply_adapter
 from dofla.integration.converted import Converted
+from dofla.integration.offload import device_of
 from dofla.integration.positions import positions_of
 from dofla.integration.recorder import evaluation_mode, run_body
 from dofla.integration.surgery import convert, original, restore
@@ -79,7 +80,7 @@ def timings(model: PreTrainedModel, ids: Tensor) -> dict[str, Any]:
         and seconds, of so many tokens (best of two) and of one more (best of six), or of fewer where that would take
         long; ``threads``.
     """
-    text = ids.repeat(math.ceil(LAST / len(ids)))[None].to(model.device)
+    text = ids.repeat(math.ceil(LAST / len(ids)))[None].to(device_of(model))
     whose: dict[str, Callable[[PreTrainedModel], AbstractContextManager[object]]]
     whose = {"original": original, "model": nullcontext}
     record: dict[str, Any] = {who: {"prefill": []} for who in whose}

@@ -22,6 +22,7 @@ from dofla.errors import DoflaError
 from dofla.integration.checkpoint import class_of
 from dofla.integration.contents import check_model, check_unconverted
 from dofla.integration.converted import is_converted
+from dofla.integration.offload import device_of
 from dofla.integration.packages import packaged_path
 from dofla.integration.positions import positions_of
 from dofla.integration.precision import is_slow
@@ -219,11 +220,11 @@ def check(
     if found.cache:
         dtype = opened.dtype if isinstance(model, nn.Module) else opened.config.dtype
         dtype = dtype if isinstance(dtype, torch.dtype) else torch.float32
-        slow = opened.device.type == "cpu" and is_slow(dtype)
+        slow = device_of(opened).type == "cpu" and is_slow(dtype)
         dtype = torch.float32 if slow else dtype
-        found.seconds = calibration_seconds(operations, dtype, opened.device)
+        found.seconds = calibration_seconds(operations, dtype, device_of(opened))
         found.memory = found.parameters * dtype.itemsize + calibration_memory(opened)
-        free = available_memory(opened.device)
+        free = available_memory(device_of(opened))
         taken = opened.get_memory_footprint() if isinstance(model, nn.Module) else 0
         found.available = None if free is None else free + taken
     return found

@@ -12,6 +12,7 @@ from transformers import Cache, CompileConfig
 from dofla.attention.gpu.operators import update_constants
 from dofla.errors import DoflaError
 from dofla.integration.converted import Converted
+from dofla.integration.offload import device_of
 from dofla.serving.models import view, writing
 
 
@@ -45,7 +46,7 @@ class CompiledModel:
 
     def generate(self, *args: Any, **options: Any) -> Any:
         """The result of ``model.generate``. A call with a cache of its own is compiled if that is a static one."""
-        on_gpu = self.model.device.type != "cpu"
+        on_gpu = device_of(self.model).type != "cpu"
         weights = [] if on_gpu else _marks(self.model)  # a CUDA graph reads those of the model
         if weights != self._weights:
             self._own, self._config, self._weights = view(self.model), self._fresh(on_gpu), weights
