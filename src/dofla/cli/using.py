@@ -29,7 +29,6 @@ from dofla.cli.options import (
 from dofla.cli.settings import Function
 from dofla.cli.verb import current_view
 from dofla.errors import DoflaError, about, check_choice, check_numbers
-from dofla.integration.offload import device_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -136,6 +135,7 @@ def generate(
     import torch
 
     from dofla.integration.cache import CACHE_ARGUMENT
+    from dofla.integration.offload import device_of
     from dofla.integration.reading import check_readable
     from dofla.runs.opening import open_converted
 
