@@ -99,13 +99,14 @@ def test_a_memory_of_fewer_tokens_than_were_read_answers_at_the_places_of_the_te
 
 
 @torch.no_grad()
-def test_a_quantized_cache_has_coded_the_context_when_it_is_asked(modules, model, ask, tokenizer, quanto):
+def test_a_quantized_cache_has_coded_the_context_when_it_is_asked(modules, model, ask, tokenizer, quanto, monkeypatch):
+    monkeypatch.setattr(modules[0], "BITS", {"softmax": None, "four": 4, "two": 2})
     ((context,),) = (task.contexts for task in ask("niah_single_1"))
     whole, *coded = modules[0].answer_softmax(model, tokenizer, context)
     # Of 2 layers, keys and values of 2 heads: 64 numbers; or codes, a scale and an offset for each token.
     tokens = 2 * 2 * 2 * len(context.ids)
     assert whole[1] == tokens * 64 * 2
-    assert [held for _, held in coded] == [tokens * (64 * 4 // 8 + 2 + 2)]
+    assert [held for _, held in coded] == [tokens * (64 * bits // 8 + 2 + 2) for bits in (4, 2)]
 
 
 def test_what_was_found_is_not_measured_again(modules, tmp_path):
