@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, TorchAoConfig
 
 import dofla
 from dofla.compression import compress as module
@@ -39,6 +39,15 @@ def test_a_model_is_calibrated_once(folder, monkeypatch, caplog):
     assert plan_of(folder, retrieval_heads=1, context=64).made_by["retrieval_heads"]
     model = AutoModelForCausalLM.from_pretrained(folder, quantization_config=dofla.CacheConfig("9KB"))
     assert Converted.of(model).plan == first
+
+
+def test_weights_in_int8_have_the_calibration_of_the_model(folder, monkeypatch):
+    torchao = pytest.importorskip("torchao.quantization")
+    first = plan_of(folder)
+    monkeypatch.setattr(module, "measure", None)
+    quantized = TorchAoConfig(torchao.Int8WeightOnlyConfig())
+    model = AutoModelForCausalLM.from_pretrained(folder, quantization_config=quantized)
+    assert Converted.of(dofla.compress(model, size="9KB")).plan == first
 
 
 @pytest.mark.parametrize("place", ["shipped", "elsewhere", "hub"])

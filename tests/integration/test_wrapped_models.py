@@ -5,7 +5,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from sizes import compress
 from torch import nn
-from transformers import AutoModelForCausalLM, QuantoConfig
+from transformers import AutoModelForCausalLM, QuantoConfig, TorchAoConfig
 
 import dofla
 from dofla.errors import DoflaError
@@ -78,7 +78,7 @@ def test_a_memory_that_fades_is_judged_in_float16(tiny):
 
 
 @torch.no_grad()
-def test_quantized_weights_stay_quantized_and_are_not_saved_beside_a_plan(tiny, tmp_path):
+def test_weights_that_cannot_be_saved_are_kept_as_an_adapter(tiny, tmp_path):
     pytest.importorskip("optimum.quanto")
     base, ids, quantized = tmp_path / "base", tiny.tokens(1, 60), QuantoConfig(weights="int8")
     tiny.llama().save_pretrained(base)
@@ -97,3 +97,41 @@ def test_quantized_weights_stay_quantized_and_are_not_saved_beside_a_plan(tiny, 
     dofla.restore(student)
     assert torch.equal(model(ids).logits, before)
     assert (model.hf_quantizer, model.config.quantization_config) == own
+
+
+@torch.no_grad()
+def test_weights_in_int8_are_saved_beside_a_plan(tiny, tmp_path):
+    torchao = pytest.importorskip("torchao.quantization")
+    base, ids, quantized = tmp_path / "base", tiny.tokens(1, 60), TorchAoConfig(torchao.Int8WeightOnlyConfig())
+    tiny.llama().save_pretrained(base)
+    model = AutoModelForCausalLM.from_pretrained(base, quantization_config=quantized)
+    before, student = model(ids).logits, compress(model, tiny.tokens(6, 48), tokens=48)
+    answer, place = student(ids).logits, tmp_path / "student"
+    student.save_pretrained(place)
+    assert sorted(path.suffix for path in place.iterdir()) == [".json", ".json", ".md", ".safetensors"]
+    for n in range(2):  # also of a folder whose weights were quantized
+        student = AutoModelForCausalLM.from_pretrained(place)
+        assert type(student.model.layers[0].mlp.up_proj.weight).__name__ == "Int8Tensor"
+        assert torch.equal(student(ids).logits, answer)
+        with dofla.original(student):
+            assert torch.equal(student(ids).logits, before)
+        student.save_pretrained(place := tmp_path / f"again-{n}")
+    assert dofla.evaluate(student, tiny.tokens(2, 60)).loss_increase < 0.5
+    dofla.save_adapter(student, tmp_path / "adapter")
+    assert torch.equal(dofla.load(tmp_path / "adapter")(ids).logits, answer)
+    assert torch.equal(dofla.restore(student)(ids).logits, before)
+    assert student.config.quantization_config.quant_method == "torchao"
+
+
+@torch.no_grad()
+def test_weights_in_int4_are_kept_as_an_adapter(tiny, tmp_path):
+    torchao = pytest.importorskip("torchao.prototype.quantization.int4")
+    base, quantized = tmp_path / "base", TorchAoConfig(torchao.PrototypeInt4WeightOnlyConfig(group_size=32))
+    tiny.llama(intermediate_size=64).save_pretrained(base)
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16, quantization_config=quantized)
+    student, ids = compress(model, tiny.tokens(6, 48), tokens=48), tiny.tokens(1, 60)
+    with pytest.raises(DoflaError, match=r"cannot be saved \(Unsupported tensor type.*Int4OpaqueTensor.*save_adapter"):
+        student.save_pretrained(tmp_path / "student")
+    dofla.save_adapter(student, tmp_path / "adapter")
+    again = dofla.load(tmp_path / "adapter", dtype=torch.bfloat16, quantization_config=quantized)
+    assert torch.equal(again(ids).logits, student(ids).logits)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from dofla.compression.size import size_or_ratio
@@ -109,13 +109,14 @@ def tokenizer_of(model: PreTrainedModel, needed: bool = True) -> PreTrainedToken
 
 @torch.no_grad()
 def _a_few_weights(modules: Iterable[nn.Module]) -> list[float]:
-    """Numbers of the first matrix of each module; none of a quantized one, or one that is not in memory."""
+    """Numbers of the first matrix of each module; none of one that is not in memory, or that nothing dequantizes."""
     found: list[float] = []
     for module in modules:
         for name, weight in module.named_parameters():
             if ".dofla." not in f".{name}" and weight.ndim == 2:
-                if type(weight) is nn.Parameter and weight.is_floating_point() and not weight.is_meta:
-                    some = weight.reshape(-1)[:: max(1, weight.numel() // _SAMPLED)][:_SAMPLED]
+                known = type(weight) is nn.Parameter or type(weight).dequantize is not Tensor.dequantize
+                if known and weight.is_floating_point() and not weight.is_meta:
+                    some = weight.dequantize().reshape(-1)[:: max(1, weight.numel() // _SAMPLED)][:_SAMPLED]
                     found += some.to(torch.bfloat16).tolist()
                 break
     return found

@@ -21,7 +21,7 @@ from dofla.errors import DoflaError
 from dofla.integration.checksums import write_checksums
 from dofla.integration.hub import has_own_card, license_of
 from dofla.integration.model_card import README, by_hand, write_card
-from dofla.integration.quantizer import DoflaConfig, given_weights
+from dofla.integration.quantizer import KEEP_ADAPTER, DoflaConfig, given_weights
 from dofla.integration.record import Record
 from dofla.storage.files import replacing
 
@@ -47,13 +47,13 @@ def _with_card(save: Callable) -> Callable:
         if not _is_student(self):
             return save(self, save_directory, is_main_process, state_dict, *args, **kwargs)
         config = self.config.quantization_config
-        if (quantizer := config.of_weights) is not None:
+        if (quantizer := config.of_weights) is not None and not quantizer.is_serializable():
             method = quantizer.quantization_config.quant_method
             raise DoflaError(
-                f"the weights are quantized ({getattr(method, 'value', method)}), which a checkpoint cannot say beside "
-                "its plan: dofla.save_adapter keeps what was measured or trained, dofla.load(adapter, "
-                "quantization_config=...) opens it again"
+                f"the weights are quantized ({getattr(method, 'value', method)}), which cannot be saved: {KEEP_ADAPTER}"
             )
+        if quantizer is not None and quantizer.pre_quantized:  # transformers cannot reverse how it has read these
+            kwargs.setdefault("save_original_format", False)
         completed_record(self)  # it goes into config.json
         card = Path(save_directory) / README
         own = card.read_bytes() if by_hand(card) else None

@@ -1,4 +1,5 @@
-"""Checkpoints of dofla as vLLM reads them: the plan is the ``quantization_config``, and nothing is quantized."""
+"""Checkpoints of dofla as vLLM reads them: the plan is the ``quantization_config``, and weights may be quantized by
+torchao."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
-from vllm.model_executor.layers.quantization import register_quantization_config
+from vllm.model_executor.layers.quantization import get_quantization_config, register_quantization_config
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
 
 from dofla.plans.plan import Plan
@@ -16,11 +17,11 @@ from dofla.vllm import METHOD
 
 @register_quantization_config(METHOD)
 class DoflaConfig(QuantizationConfig):
-    """The plan of a compressed model."""
+    """The plan of a compressed model, and what its weights are quantized by, if they are."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: Plan, of_weights: QuantizationConfig | None = None) -> None:
         super().__init__()
-        self.plan = plan
+        self.plan, self.of_weights = plan, of_weights
 
     @classmethod
     def get_name(cls) -> str:
@@ -40,8 +41,12 @@ class DoflaConfig(QuantizationConfig):
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> DoflaConfig:
-        plan = {name: value for name, value in config.items() if name not in ("quant_method", "record")}
-        return cls(Plan.from_dict(plan, "quantization_config"))
+        plan = {name: value for name, value in config.items() if name not in ("quant_method", "record", "weights")}
+        weights = config.get("weights")
+        of_weights = get_quantization_config(weights["quant_method"]).from_config(weights) if weights else None
+        return cls(Plan.from_dict(plan, "quantization_config"), of_weights)
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> QuantizeMethodBase | None:
+        if self.of_weights is not None:
+            return self.of_weights.get_quant_method(layer, prefix)
         return UnquantizedLinearMethod() if isinstance(layer, LinearBase) else None

@@ -29,4 +29,7 @@ class CompressedModelConfig(MambaModelConfig):
         if vllm_config.cache_config.enable_prefix_caching:
             logger.warning("prefix caching is off: a compressed cache is not kept token by token")
             vllm_config.cache_config.enable_prefix_caching = False
+        weights = vllm_config.model_config.hf_config.quantization_config.get("weights") or {}
+        if weights.get("quant_method") == "torchao":
+            vllm_config.load_config.safetensors_load_strategy = "torchao"  # as vLLM does where the method is torchao
         super().verify_and_update_config(vllm_config)
