@@ -45,7 +45,7 @@ def test_weights_in_int8_have_the_calibration_of_the_model(folder, monkeypatch):
     torchao = pytest.importorskip("torchao.quantization")
     first = plan_of(folder)
     monkeypatch.setattr(module, "measure", None)
-    quantized = TorchAoConfig(torchao.Int8WeightOnlyConfig())
+    quantized = TorchAoConfig(torchao.Int8WeightOnlyConfig(set_inductor_config=False))
     model = AutoModelForCausalLM.from_pretrained(folder, quantization_config=quantized)
     assert Converted.of(dofla.compress(model, size="9KB")).plan == first
 

@@ -167,6 +167,17 @@ def test_a_compiled_model_writes_the_same_alone_in_batches_and_in_sessions():
     assert vars(model) == before
 
 
+@pytest.mark.slow
+@needs_kernels
+def test_weights_in_int8_are_compiled():
+    torchao = pytest.importorskip("torchao.quantization")
+    model, options = compressed(), {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+    torchao.quantize_(model, torchao.Int8WeightOnlyConfig(set_inductor_config=False))
+    assert torch.equal(
+        CompiledModel(model).generate(tokens(1, 40), **options), model.generate(tokens(1, 40), **options)
+    )
+
+
 def in_place(model):
     with torch.no_grad():
         model.lm_head.weight.neg_()

@@ -7,7 +7,7 @@ from importlib.util import find_spec
 
 import pytest
 import torch
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM, TorchAoConfig
 
 import dofla
 
@@ -116,6 +116,20 @@ def check_mixed(mixed, prompts):
 def check_sliding(sliding, prompts):
     """:func:`check` of the model with sliding layers."""
     return check_of(sliding[0], prompts)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def int8(tmp_path_factory, prompts):
+    """The folder of a model whose weights torchao has quantized, and :func:`check` of it."""
+    if find_spec("torchao") is None:
+        return None
+    from torchao.quantization import Int8WeightOnlyConfig
+
+    (_, base), (_, tokenizer, _) = saved(tmp_path_factory.mktemp("base")), dofla.demo()
+    quantized = TorchAoConfig(Int8WeightOnlyConfig(set_inductor_config=False))
+    model = AutoModelForCausalLM.from_pretrained(base, quantization_config=quantized, dtype=torch.float32)
+    _, folder = compressed_in(tmp_path_factory.mktemp("int8"), model, tokenizer, ratio=4, head_budgets="even")
+    return folder, check_of(model, prompts)
 
 
 def check_of(model, prompts):

@@ -108,6 +108,12 @@ def test_softmax_and_sliding_layers_beside_compressed_ones(kind, prompts, reques
         request.getfixturevalue(f"check_{kind}")(n, tokens)
 
 
+def test_weights_in_int8(int8, prompts):
+    pytest.importorskip("torchao")
+    for n, tokens in enumerate(texts(engine(int8[0]), prompts)):
+        int8[1](n, tokens)
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [

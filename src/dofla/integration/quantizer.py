@@ -28,7 +28,7 @@ METHOD = "dofla"
 _OF_WEIGHTS: tuple[str, ...] = ("update_dtype", "update_device_map", "update_attn_implementation", "get_new_dtype")
 _OF_WEIGHTS += ("validate_environment", "adjust_max_memory", "param_element_size", "update_parallel_plan")
 _OF_WEIGHTS += ("get_weight_conversions", "update_weight_conversions", "_convert_model_for_quantization")
-"""Methods that are those of the quantizer of the weights, where there is one."""
+"""Methods that are those of the quantizer of the weights, where there is one and has them."""
 KEEP_ADAPTER = (
     "dofla.save_adapter keeps what was measured or trained, dofla.load(adapter, quantization_config=...) opens it again"
 )
@@ -77,7 +77,7 @@ class DoflaQuantizer(HfQuantizer):
     def __init__(self, quantization_config: DoflaConfig, **kwargs: Any) -> None:
         super().__init__(quantization_config, **kwargs)
         if (of_weights := quantization_config.of_weights) is not None:
-            vars(self).update({name: getattr(of_weights, name) for name in _OF_WEIGHTS})
+            vars(self).update({name: getattr(of_weights, name) for name in _OF_WEIGHTS if hasattr(of_weights, name)})
 
     def _process_model_before_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
         if (of_weights := self.quantization_config.of_weights) is not None:

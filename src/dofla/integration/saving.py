@@ -47,11 +47,11 @@ def _with_card(save: Callable) -> Callable:
         if not _is_student(self):
             return save(self, save_directory, is_main_process, state_dict, *args, **kwargs)
         config = self.config.quantization_config
-        if (quantizer := config.of_weights) is not None and not quantizer.is_serializable():
-            method = quantizer.quantization_config.quant_method
-            raise DoflaError(
-                f"the weights are quantized ({getattr(method, 'value', method)}), which cannot be saved: {KEEP_ADAPTER}"
-            )
+        quantizer = config.of_weights
+        if quantizer is not None and not (hasattr(self, "hf_quantizer") and quantizer.is_serializable()):
+            method, what = quantizer.quantization_config.quant_method, type(self).__name__
+            method = getattr(method, "value", method)
+            raise DoflaError(f"the weights are quantized ({method}), which a {what} cannot save: {KEEP_ADAPTER}")
         if quantizer is not None and quantizer.pre_quantized:  # transformers cannot reverse how it has read these
             kwargs.setdefault("save_original_format", False)
         completed_record(self)  # it goes into config.json
