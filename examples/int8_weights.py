@@ -1,30 +1,35 @@
-"""A compressed model whose weights are kept in eight bits, by optimum-quanto; the feature maps stay as they are.
+"""A compressed model whose weights are kept in int8, by torchao.
 
-    pip install optimum-quanto
+    pip install 'dofla[int8]'
     python examples/int8_weights.py [MODEL]
 
-Save the model before, and do this each time it is opened: dofla's files hold plain weights. torchao does the same on
-a CPU, ``quantize_(model, Int8WeightOnlyConfig(), filter_fn=...)``. bitsandbytes, and 8-bit weights by way of
-``quantization_config``, cannot be had: a model has one of those, and a compressed model's is dofla's.
+MODEL is one that is not compressed yet. The folder that is saved has the weights in int8 and opens as any other does.
 """
 
 from __future__ import annotations
 
 import sys
+import tempfile
 
 import torch
-from opening import open_converted, some_text
-from optimum.quanto import freeze, qint8, quantize
+from opening import some_text
+from torchao.quantization import Int8WeightOnlyConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, TorchAoConfig
+
+import dofla
 
 
 @torch.no_grad()
 def main(name: str = "demo") -> dict[str, tuple[float, float]]:
-    model, tokenizer = open_converted(name)
-    tokens, found = some_text(tokenizer, windows=4, seed=7), {}
-    for kind in (str(model.dtype).removeprefix("torch."), "int8"):
-        if kind == "int8":
-            quantize(model, weights=qint8, exclude=["*.dofla*", "lm_head"])
-            freeze(model)
+    place, found = dofla.demo()[0].name_or_path if name == "demo" else name, {}
+    tokenizer = AutoTokenizer.from_pretrained(place)
+    tokens = some_text(tokenizer, windows=4, seed=7)
+    for kind, quantized in {"as it came": None, "int8": TorchAoConfig(Int8WeightOnlyConfig())}.items():
+        model = AutoModelForCausalLM.from_pretrained(place, quantization_config=quantized)
+        dofla.compress(model, ratio=8)
+        with tempfile.TemporaryDirectory() as folder:
+            model.save_pretrained(folder)
+            model = AutoModelForCausalLM.from_pretrained(folder)
         found[kind] = (model(input_ids=tokens, labels=tokens).loss.item(), mebibytes(model))
         print("{}: loss {:.3f}, {:.1f} MiB".format(kind, *found[kind]))
     prompt = tokenizer("Once upon a time, there was a", return_tensors="pt")
@@ -33,8 +38,9 @@ def main(name: str = "demo") -> dict[str, tuple[float, float]]:
 
 
 def mebibytes(model: torch.nn.Module) -> float:
-    """Of all weights, shared ones once."""
-    return sum({tensor.data_ptr(): tensor.nbytes for tensor in model.state_dict().values()}.values()) / 2**20
+    """Of all weights; of those in int8, codes and scales."""
+    parts = [getattr(w, n) for w in model.parameters() for n in getattr(w, "tensor_data_names", ())]
+    return sum(x.nbytes for x in [*parts, *(w for w in model.parameters() if type(w) is torch.nn.Parameter)]) / 2**20
 
 
 if __name__ == "__main__":

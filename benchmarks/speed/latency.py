@@ -11,8 +11,8 @@ and with a compressed cache (``dofla.compress``), both in one process and taking
 Of each the least time is taken, as others on the machine can only add to it; below, what the slowest compressed token
 takes beside a softmax token after the shortest context, which has little else to do than to read the weights and is
 timed anew in turns with every other, as a machine is not as quick one minute as the next. With
-``--int8`` both models stand there once more with their weights in eight bits (optimum-quanto), as
-examples/int8_weights.py has it, but the output layer's as well. With ``--batch`` a token is one of each sequence. With
+``--int8`` both models stand there once more with their weights in eight bits (torchao), the output layer's as well;
+int8.py has them for a real model, with what they lose. With ``--batch`` a token is one of each sequence. With
 ``--compile`` it is tokens alone, and both models also under torch.compile with packed weights and a static cache, as
 ``dofla.serving.CompiledModel`` has it; for softmax attention that is as long as the context and the tokens decoded, and
 each length is compiled anew. Softmax attention does not take part in contexts beyond ``--longest``. Beside a prompt
@@ -134,10 +134,9 @@ def once(model: PreTrainedModel) -> float:
 
 
 def in_eight_bits(model: PreTrainedModel) -> PreTrainedModel:
-    from optimum.quanto import freeze, qint8, quantize
+    from torchao.quantization import Int8WeightOnlyConfig, quantize_
 
-    quantize(model, weights=qint8)
-    freeze(model)
+    quantize_(model, Int8WeightOnlyConfig(set_inductor_config=False))
     return model
 
 
