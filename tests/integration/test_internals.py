@@ -54,6 +54,7 @@ transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS
 transformers.models.auto.modeling_auto
 transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 transformers.pytorch_utils.Conv1D
+transformers.quantizers.AutoHfQuantizer
 transformers.quantizers.HfQuantizer
 transformers.quantizers.register_quantization_config
 transformers.quantizers.register_quantizer
