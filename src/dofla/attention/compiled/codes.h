@@ -20,17 +20,17 @@ inline Lanes sums(Lanes* rows, std::integer_sequence<int, Lane...> lanes) {
   return rows[0];
 }
 
-// Products of G queries [G, dim] with `count` vectors, at to[g * stride + t], in whole tiles; `of(t, sum)` adds up those of t.
+// Products of G queries [G, dim] with `count` vectors, at to[g * stride + t]; `of(first, tokens, sum)` adds up those of a tile.
 template <int N, int G, typename Of>
 inline void products(std::int64_t count, float* to, std::int64_t stride, const Of& of) {
   for (std::int64_t first = 0; first < count; first += kTile) {
-    Lanes rows[G][kTile] = {};
-    for (std::int64_t t = 0; t < std::min(kTile, count - first); ++t) {
-      Floats<N> sum[G] = {};
-      of(first + t, sum);
-      for (int g = 0; g < G; ++g) rows[g][t] = sum[g].lanes();
+    Floats<N> sum[G][kTile] = {};
+    of(first, std::min(kTile, count - first), sum);
+    Lanes rows[kTile];
+    for (int g = 0; g < G; ++g) {
+      for (int t = 0; t < kTile; ++t) rows[t] = sum[g][t].lanes();
+      store(to + g * stride + first, sums(rows, kEachLane));
     }
-    for (int g = 0; g < G; ++g) store(to + g * stride + first, sums(rows[g], kEachLane));
   }
 }
 
@@ -38,23 +38,24 @@ inline void products(std::int64_t count, float* to, std::int64_t stride, const O
 template <int N, int G>
 inline void scores(std::int64_t dim, const std::int8_t* integers, const std::int8_t* exponents, std::int64_t count,
                    const float* queries, float* to, std::int64_t stride) {
-  products<N, G>(count, to, stride, [&](std::int64_t t, Floats<N>* sum) {
-    for (std::int64_t i = 0; i < dim; i += N) {
-      const Floats<N> x = floats<N>(integers + t * dim + i);
-      for (int g = 0; g < G; ++g) sum[g] += Floats<N>::load(queries + g * dim + i) * x;
+  products<N, G>(count, to, stride, [&](std::int64_t first, std::int64_t tokens, auto& sum) {
+    for (std::int64_t t = 0; t < tokens; ++t) {
+      Floats<N> own[G] = {};
+      for (std::int64_t i = 0; i < dim; i += N) {
+        const Floats<N> x = floats<N>(integers + (first + t) * dim + i);
+        for (int g = 0; g < G; ++g) own[g] += Floats<N>::load(queries + g * dim + i) * x;
+      }
+      for (int g = 0; g < G; ++g) sum[g][t] = own[g] * power_of_two(exponents[first + t]);
     }
-    for (int g = 0; g < G; ++g) sum[g] *= power_of_two(exponents[t]);
   });
 }
 
-// ... of rotated queries with codes.
+// ... of rotated queries with codes, a block at a time.
 template <int N, int G>
 inline void scores(const Coder& coder, const std::uint8_t* codes, const std::uint8_t* scales,
                    std::int64_t count, const float* queries, float* to, std::int64_t stride) {
   const std::int64_t bytes = coder.bytes(), blocks = coder.blocks();
-  for (std::int64_t first = 0; first < count; first += kTile) {
-    const std::int64_t tokens = std::min(kTile, count - first);
-    Floats<N> sum[G][kTile] = {};
+  products<N, G>(count, to, stride, [&](std::int64_t first, std::int64_t tokens, auto& sum) {
     const std::uint8_t* code = codes + first * bytes;
     for (std::int64_t b = 0; b < blocks; ++b) {
       with_bits(coder.bits[b], [&](auto n) {
@@ -68,12 +69,7 @@ inline void scores(const Coder& coder, const std::uint8_t* codes, const std::uin
         code += n * N / 8;
       });
     }
-    Lanes rows[kTile];
-    for (int g = 0; g < G; ++g) {
-      for (int t = 0; t < kTile; ++t) rows[t] = sum[g][t].lanes();
-      store(to + g * stride + first, sums(rows, kEachLane));
-    }
-  }
+  });
 }
 
 // Adds to [G, dim] vectors in int8, each times weights[g * stride + t].
@@ -142,16 +138,20 @@ template <int N, int G>
 inline void unrotate(const Coder& coder, const float* rotated, const float* mass, float* to) {
   const std::int64_t dim = coder.dim;
   float found[G][kTile];
-  for (std::int64_t first = 0; first < dim; first += kTile) {
-    const std::int64_t rows = std::min(kTile, dim - first);
-    products<N, G>(rows, found[0], kTile, [&](std::int64_t i, Floats<N>* sum) {
-      for (std::int64_t j = 0; j < dim; j += N) {
-        const Floats<N> row = Floats<N>::load(coder.back + (first + i) * dim + j);
-        for (int g = 0; g < G; ++g) sum[g] += Floats<N>::load(rotated + g * dim + j) * row;
+  for (std::int64_t begin = 0; begin < dim; begin += kTile) {
+    const std::int64_t rows = std::min(kTile, dim - begin);
+    products<N, G>(rows, found[0], kTile, [&](std::int64_t, std::int64_t, auto& sum) {
+      for (std::int64_t i = 0; i < rows; ++i) {
+        Floats<N> own[G] = {};
+        for (std::int64_t j = 0; j < dim; j += N) {
+          const Floats<N> row = Floats<N>::load(coder.back + (begin + i) * dim + j);
+          for (int g = 0; g < G; ++g) own[g] += Floats<N>::load(rotated + g * dim + j) * row;
+        }
+        for (int g = 0; g < G; ++g) sum[g][i] = own[g];
       }
     });
     for (int g = 0; g < G; ++g) {
-      for (std::int64_t i = 0; i < rows; ++i) to[g * dim + first + i] += found[g][i] + mass[g] * coder.mean[first + i];
+      for (std::int64_t i = 0; i < rows; ++i) to[g * dim + begin + i] += found[g][i] + mass[g] * coder.mean[begin + i];
     }
   }
 }
