@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from dofla.attention.coding.smoothing import KeySmoothing
 from dofla.attention.heads import query_heads, select
 
 
@@ -24,6 +25,7 @@ class Call(NamedTuple):
             call (:func:`dofla.attention.prefill.exact_prefill`).
         in_place: whether the state may be overwritten with the one after the call.
         room: tokens of a sequence that a state is to have room for, in heads that hold every one; None for what it has.
+        smoothing: what keys and queries are to go through first, if anything.
     """
 
     query: Tensor
@@ -35,6 +37,7 @@ class Call(NamedTuple):
     exact: bool = False
     in_place: bool = False
     room: int | None = None
+    smoothing: KeySmoothing | None = None
 
     @property
     def groups(self) -> int:
@@ -44,6 +47,13 @@ class Call(NamedTuple):
     @property
     def vectors(self) -> tuple[Tensor, Tensor, Tensor]:
         return self.query, self.key, self.value
+
+    def smoothed(self) -> Call:
+        """The same when keys and queries have gone through ``smoothing``."""
+        if self.smoothing is None:
+            return self
+        query, key = self.smoothing(self.query, self.key)
+        return self._replace(query=query, key=key, smoothing=None)
 
     def new_output(self) -> Tensor:
         """An output [B, H, L, dv], to be filled."""

@@ -74,8 +74,8 @@ class CompressedHeads(HeadGroup[CompressedState]):
         backend = backend_for(call.vectors, () if call.log_weight is None else (call.log_weight,))
         before = self._with_room(call, state)
         if call.exact and call.query.shape[-2] > 1:
-            return self._exact_prefill(call, before, state is None, backend)
-        return backend.read_compressed(self, call, before) or self._read(call, before, backend)
+            return self._exact_prefill(call.smoothed(), before, state is None, backend)
+        return backend.read_compressed(self, call, before) or self._read(call.smoothed(), before, backend)
 
     def _exact_prefill(
         self, call: Call, state: CompressedState, fresh: bool, backend: Backend

@@ -53,6 +53,7 @@ class FeatureHeads(HeadGroup[State]):
         return call.causal and tokens > 0 and backend_for(call.vectors).traceable(tokens, compressed=False)
 
     def step(self, call: Call, state: State | None) -> tuple[Tensor, State | None]:
+        call = call.smoothed()
         if self.int8:
             call = call._replace(key=rounded(call.key), value=rounded(call.value))
         dtype = torch.promote_types(call.key.dtype, torch.float32)

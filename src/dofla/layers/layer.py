@@ -105,12 +105,12 @@ class AttentionLayer(nn.Module):
         Returns:
             Output [B, H, L, dv], and the states after the last token (empty unless causal).
         """
-        query, key = self.smooth(query, key)
         log_weight = None if weight is None else log_weights(weight)
-        call = Call(query, key, value, scaling, log_weight, causal, exact, in_place, room)
+        call = Call(query, key, value, scaling, log_weight, causal, exact, in_place, room, self.smoothing)
         if len(self.groups) == 1:
             out, after = self.groups[0].step(call, states[0] if states else None)
             return out, [] if after is None else [after]
+        call = call.smoothed()
         out, found = call.new_output(), []
         for n, group in enumerate(self.groups):
             piece, after = group.step(call.of_heads(group.heads), states[n] if states else None)

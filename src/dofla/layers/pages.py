@@ -41,7 +41,7 @@ def read_pages(
     count = len(starts) - 1
     single = next((n for n in range(count) if starts[n + 1] - starts[n] > 1), count)
     if not exact or single == count:
-        call = Call(*layer.smooth(query, key), value, scaling)
+        call = Call(query, key, value, scaling, smoothing=layer.smoothing)
         out = backend_for(call.vectors).read_pages(heads, call, pool, pages, starts)
         if out is not None:
             return out

@@ -86,12 +86,13 @@ class Compiled(Backend):
 
 
 def _of_layer(heads: Compressed, call: Call, states: Tensor) -> tuple[Any, ...]:
-    """The arguments of operators for a layer: constants of its coders of keys and of values, tables, scaling of scores,
+    """The arguments of operators for a layer: what smooths its keys, constants of its coders of keys and of values, tables, scaling of scores,
     its heads by group, and the groups' numbers in these states."""
-    # As an attribute it takes ten times as long to find.
+    # As an attribute a buffer takes ten times as long to find.
+    smoothing = [] if call.smoothing is None else list(call.smoothing._buffers.values())
     sides = ([tier.key for tier in heads.tiers], [tier.value for tier in heads.tiers])
     keys, values = ([coder._buffers["constants"] for coder in side] for side in sides)
-    return keys, values, TABLES, call.scaling, heads.layout.order, heads.layout_of(states.shape[-1]).numbers
+    return smoothing, keys, values, TABLES, call.scaling, heads.layout.order, heads.layout_of(states.shape[-1]).numbers
 
 
 def _usable(vectors: list[Tensor], others: list[Tensor], state: FeatureState, exact: ExactPart | None) -> bool:

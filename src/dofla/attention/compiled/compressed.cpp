@@ -11,10 +11,11 @@ namespace {
 
 using Integers64 = std::vector<std::int64_t>;
 
-// The groups of a layer: their heads one after the other, their numbers (layout.py), and constants of each side's coders.
+// The groups of a layer: their heads one after the other, their numbers (layout.py), what smooths keys and queries, and
+// constants of each side's coders.
 struct Groups {
   const Integers64 &heads, &numbers;
-  const Tensors &keys, &values;
+  const Tensors &smoothing, &keys, &values;
   const at::Tensor& tables;
   double scaling;
 
@@ -32,7 +33,8 @@ struct Groups {
       GroupNumbers own;
       std::memcpy(&own, &numbers[n * kGroupNumbers], sizeof own);
       TORCH_CHECK(own.kv_heads > 0 && own.kv_heads <= heads.data() + heads.size() - head, "groups have other heads");
-      jobs.emplace_back(Group(query, key, value, log_weight, states, keys[n], values[n], tables, scaling, own, head), out);
+      jobs.emplace_back(
+          Group(query, key, value, log_weight, states, smoothing, keys[n], values[n], tables, scaling, own, head), out);
       head += own.kv_heads;
     }
   }
@@ -47,10 +49,10 @@ at::Tensor output(const at::Tensor& query, const at::Tensor& value) {
 // [B, H, L, dv]. A vector that holds NaN or infinity, which codes cannot keep, is kept as zeros, and the output is NaN: of
 // a query its own row, of a key or a value those of its head from its token on. For torch.compile, shapes.py says shapes again.
 at::Tensor read_compressed(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
-                           const std::optional<at::Tensor>& log_weight, const at::Tensor& state, const Tensors& keys,
-                           const Tensors& values, const at::Tensor& tables, double scaling, const Integers64& heads,
+                           const std::optional<at::Tensor>& log_weight, const at::Tensor& state, const Tensors& smoothing,
+                           const Tensors& keys, const Tensors& values, const at::Tensor& tables, double scaling, const Integers64& heads,
                            const Integers64& numbers) {
-  const Groups groups{heads, numbers, keys, values, tables, scaling};
+  const Groups groups{heads, numbers, smoothing, keys, values, tables, scaling};
   groups.check(key);
   const at::Tensor out = output(query, value);
   std::vector<Job> jobs;
@@ -63,9 +65,9 @@ at::Tensor read_compressed(const at::Tensor& query, const at::Tensor& key, const
 // sequence n has the tokens from starts[n] to starts[n + 1]; those with one token stand first. Their states are rows `pages` [n],
 // int64, of the pool [P, bytes], and are updated there. Returns the output [1, H, L, dv].
 at::Tensor read_pages(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, const at::Tensor& pool,
-                      const at::Tensor& pages, const Integers64& starts, const Tensors& keys, const Tensors& values,
+                      const at::Tensor& pages, const Integers64& starts, const Tensors& smoothing, const Tensors& keys, const Tensors& values,
                       const at::Tensor& tables, double scaling, const Integers64& heads, const Integers64& numbers) {
-  const Groups groups{heads, numbers, keys, values, tables, scaling};
+  const Groups groups{heads, numbers, smoothing, keys, values, tables, scaling};
   groups.check(key);
   const std::int64_t sequences = pages.numel();
   TORCH_CHECK(starts.size() == static_cast<std::size_t>(sequences) + 1 && starts.front() == 0 && starts.back() == query.size(2) &&
@@ -97,12 +99,12 @@ at::Tensor read_pages(const at::Tensor& query, const at::Tensor& key, const at::
 
 TORCH_LIBRARY_FRAGMENT(dofla, library) {
   library.def(
-      "read_compressed(Tensor query, Tensor key, Tensor value, Tensor? log_weight, Tensor(a!) state, Tensor[] keys, Tensor[] values, "
-      "Tensor tables, float scaling, int[] heads, int[] groups) -> Tensor");
+      "read_compressed(Tensor query, Tensor key, Tensor value, Tensor? log_weight, Tensor(a!) state, Tensor[] smoothing, "
+      "Tensor[] keys, Tensor[] values, Tensor tables, float scaling, int[] heads, int[] groups) -> Tensor");
   library.impl("read_compressed", c10::DispatchKey::CPU, &read_compressed);
   library.def(
-      "read_pages(Tensor query, Tensor key, Tensor value, Tensor(a!) pool, Tensor pages, int[] starts, Tensor[] keys, "
-      "Tensor[] values, Tensor tables, float scaling, int[] heads, int[] groups) -> Tensor");
+      "read_pages(Tensor query, Tensor key, Tensor value, Tensor(a!) pool, Tensor pages, int[] starts, Tensor[] smoothing, "
+      "Tensor[] keys, Tensor[] values, Tensor tables, float scaling, int[] heads, int[] groups) -> Tensor");
   library.impl("read_pages", c10::DispatchKey::CPU, &read_pages);
 }
 

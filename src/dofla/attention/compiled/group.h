@@ -35,10 +35,11 @@ struct Group {
   std::vector<std::int64_t> sources;   // [B, s]: which of the tokens that leave the window becomes this sink; or -1
 
   Group(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const std::optional<at::Tensor>& log_weight,
-        const States& given, const at::Tensor& of_keys, const at::Tensor& of_values, const at::Tensor& tables, double scaling,
+        const States& given, const Smoothing& smoothing, const at::Tensor& of_keys, const at::Tensor& of_values, const at::Tensor& tables, double scaling,
         const GroupNumbers& numbers, const std::int64_t* of_layer)
       : numbers(numbers), batch(q.size(0)), length(q.size(2)), groups(q.size(1) / k.size(1)),
-        scaling(static_cast<float>(scaling)), heads(of_layer, of_layer + numbers.kv_heads), query(q), key(k), value(v),
+        scaling(static_cast<float>(scaling)), heads(of_layer, of_layer + numbers.kv_heads), query(q, smoothing, groups), key(k, smoothing),
+        value(v),
         keys(of_keys, numbers.kv_heads, numbers.key_dim, tables), values(of_values, numbers.kv_heads, numbers.value_dim, tables),
         states(given), step(static_cast<float>(scaling * M_LOG2E * 8)), stride(whole_lanes(numbers.key_dim)),
         rotation(numbers.grows ? 0 : keys.heads * keys.dim * stride), fineness(keys.heads * keys.dim) {

@@ -10,6 +10,9 @@ namespace dofla::cache {
 
 using Tensors = std::vector<at::Tensor>;
 
+// What the keys of a layer go through, and the queries (KeySmoothing): mean and scale [Hkv, d], or nothing.
+using Smoothing = std::vector<at::Tensor>;
+
 // Vectors [B, H, L, d] in float32 or bfloat16, read and written as float32.
 class Vectors {
  public:
@@ -18,6 +21,18 @@ class Vectors {
         dim_(t.size(3)), half_(t.scalar_type() == at::kBFloat16) {
     TORCH_CHECK(half_ || t.scalar_type() == at::kFloat, "vectors must be float32 or bfloat16");
     TORCH_CHECK(t.stride(3) == 1, "rows must be contiguous");
+  }
+
+  // Keys that are read smoothed; or queries, of so many heads for each KV head.
+  Vectors(const at::Tensor& t, const Smoothing& smoothing, std::int64_t queries = 0) : Vectors(t) {
+    if (smoothing.empty()) return;
+    for (const at::Tensor& x : smoothing) {
+      TORCH_CHECK(x.scalar_type() == at::kFloat && x.is_contiguous() && x.numel() * std::max<std::int64_t>(queries, 1) == t.size(1) * dim_,
+                  "each channel of a KV head has a mean and a scale, in float32");
+    }
+    queries_ = queries;
+    mean_ = smoothing.at(0).const_data_ptr<float>();
+    scale_ = smoothing.at(1).const_data_ptr<float>();
   }
 
   bool half() const { return half_; }
@@ -34,6 +49,7 @@ class Vectors {
     } else {
       std::memcpy(to, from, dim_ * sizeof(float));
     }
+    if (scale_) smooth(h, to);
     if (coding::all_finite(to, dim_)) return true;
     std::fill_n(to, dim_, 0.0f);
     return false;
@@ -53,9 +69,16 @@ class Vectors {
     return data_ + (n * batch_ + h * head_ + i * row_) * (half_ ? 2 : 4);
   }
 
+  void smooth(std::int64_t h, float* __restrict to) const {
+    const std::int64_t first = (queries_ ? h / queries_ : h) * dim_;
+    const float *__restrict mean = mean_ + first, *__restrict scale = scale_ + first;
+    for (std::int64_t j = 0; j < dim_; ++j) to[j] = queries_ ? to[j] * scale[j] : (to[j] - mean[j]) / scale[j];
+  }
+
   char* data_;
-  std::int64_t batch_, head_, row_, dim_;
+  std::int64_t batch_, head_, row_, dim_, queries_ = 0;
   bool half_;
+  const float *mean_ = nullptr, *scale_ = nullptr;
 };
 
 // The states of a call, which it updates: rows [B, bytes]; or those `pages` [B] of a pool [P, bytes].

@@ -31,6 +31,7 @@ class Triton(Backend):
     ) -> tuple[Tensor, CompressedState] | None:
         if call.query.shape[-2] != 1:
             return None
+        call = call.smoothed()
         rows = state.rows if call.in_place else state.rows.clone()
         if torch.compiler.is_compiling():
             known = heads.register()
@@ -45,8 +46,8 @@ class Triton(Backend):
     ) -> Tensor | None:
         if starts != list(range(len(pages) + 1)):
             return None  # kernels are for a token of each sequence
-        query, key, value = (x.transpose(0, 2) for x in call.vectors)
-        tokens = call._replace(query=query, key=key, value=value)
+        query, key, value = (x.transpose(0, 2) for x in call.smoothed().vectors)
+        tokens = call._replace(query=query, key=key, value=value, smoothing=None)
         return decode(heads, tokens, pool, pages).transpose(0, 2)
 
     def pack(self, x: Tensor) -> tuple[Tensor, Tensor]:
