@@ -5,7 +5,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from sizes import compress
 from torch import nn
-from transformers import AutoModelForCausalLM, QuantoConfig, TorchAoConfig
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, QuantoConfig, TorchAoConfig
 
 import dofla
 from dofla.errors import DoflaError
@@ -82,6 +82,9 @@ def quantized_by(kind):
     if kind == "quanto":
         pytest.importorskip("optimum.quanto")
         return QuantoConfig(weights="int8")
+    if kind == "bitsandbytes":
+        pytest.importorskip("bitsandbytes")
+        return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.float32)
     if kind == "int4":
         own = pytest.importorskip("torchao.prototype.quantization.int4").PrototypeInt4WeightOnlyConfig
         return TorchAoConfig(own(32, set_inductor_config=False))
@@ -91,11 +94,16 @@ def quantized_by(kind):
 
 @torch.no_grad()
 @pytest.mark.parametrize(
-    ("kind", "words"), [("quanto", r"are quantized \(quanto\)"), ("int4", "tensor type.*Int4Opaque")]
+    ("kind", "words"),
+    [
+        ("quanto", r"are quantized \(quanto\)"),
+        ("bitsandbytes", r"are quantized \(bitsandbytes\)"),
+        ("int4", "tensor type.*Int4Opaque"),
+    ],
 )
 def test_weights_that_cannot_be_saved_are_kept_as_an_adapter(tiny, tmp_path, kind, words):
     base, ids, quantized = tmp_path / "base", tiny.tokens(1, 60), quantized_by(kind)
-    tiny.llama(intermediate_size=64).save_pretrained(base)
+    tiny.llama(hidden_size=64, intermediate_size=64).save_pretrained(base)
     model = AutoModelForCausalLM.from_pretrained(base, quantization_config=quantized)
     before, own = model(ids).logits, (model.hf_quantizer, model.config.quantization_config)
     student = compress(model, tiny.tokens(6, 48), tokens=48)

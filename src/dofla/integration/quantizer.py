@@ -92,10 +92,11 @@ class DoflaQuantizer(HfQuantizer):
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
         # All that a checkpoint holds, buffers included: a fixed projection is as much part of a map as a trained one.
         for name, tensor in model.state_dict(keep_vars=True).items():
-            shape = self._shapes[name]
-            if f".{METHOD}." in name and not (tensor.is_meta or getattr(tensor, "_is_hf_initialized", False)):
+            if f".{METHOD}." not in name:  # transformers has looked at these
+                continue
+            if not (tensor.is_meta or getattr(tensor, "_is_hf_initialized", False)):
                 raise DoflaError(f"the checkpoint does not fit its plan: {name} is missing")
-            if tensor.shape != shape:
+            if tensor.shape != (shape := self._shapes[name]):
                 raise DoflaError(
                     f"the checkpoint does not fit its plan: {name} is {list(tensor.shape)}, not {list(shape)}"
                 )

@@ -25,6 +25,9 @@ from dofla.integration.quantizer import KEEP_ADAPTER, DoflaConfig, given_weights
 from dofla.integration.record import Record
 from dofla.storage.files import replacing
 
+_SAVED = "torchao"
+"""What quantizes weights that are saved. bitsandbytes packs weights anew once a CPU has used them, and then saves what it
+cannot open."""
 _own_card: ContextVar[bytes | None] = ContextVar("dofla_own_card", default=None)
 """The README.md that a person has put into the folder being saved to."""
 
@@ -48,10 +51,10 @@ def _with_card(save: Callable) -> Callable:
             return save(self, save_directory, is_main_process, state_dict, *args, **kwargs)
         config = self.config.quantization_config
         quantizer = config.of_weights
-        if quantizer is not None and not (hasattr(self, "hf_quantizer") and quantizer.is_serializable()):
+        if quantizer is not None:
             method, what = quantizer.quantization_config.quant_method, type(self).__name__
-            method = getattr(method, "value", method)
-            raise DoflaError(f"the weights are quantized ({method}), which a {what} cannot save: {KEEP_ADAPTER}")
+            if (method := getattr(method, "value", method)) != _SAVED or not hasattr(self, "hf_quantizer"):
+                raise DoflaError(f"the weights are quantized ({method}), which a {what} cannot save: {KEEP_ADAPTER}")
         if quantizer is not None and quantizer.pre_quantized:  # transformers cannot reverse how it has read these
             kwargs.setdefault("save_original_format", False)
         completed_record(self)  # it goes into config.json
