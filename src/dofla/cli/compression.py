@@ -21,7 +21,6 @@ from dofla.cli.options import (
     new_file,
     new_folder,
     source,
-    sources,
     text_of,
 )
 from dofla.cli.settings import Function
@@ -167,7 +166,7 @@ def frontier(
     text: Annotated[
         list[str] | None,
         typer.Option(
-            help="Evaluation text, as --data; repeatable; default: the held-out part of --data.", callback=sources
+            help="Evaluation text, as --data; repeatable; default: the held-out part of --data.", callback=source
         ),
     ] = None,
     lengths: Annotated[

@@ -34,20 +34,14 @@ def _model(name: str | None) -> str | None:
     return name
 
 
-def source(text: str | None) -> str | None:
-    """A callback: DoflaError for a text file that does not exist."""
+def source(given: Any) -> Any:
+    """A callback: DoflaError for a text file, or one of several, that does not exist."""
     from dofla.data.documents import check_source
 
-    if text not in (None, "self", "demo", "sample"):
-        check_source(text)
-    return text
-
-
-def sources(texts: list[str] | None) -> list[str] | None:
-    """The same of several."""
-    for text in texts or ():
-        source(text)
-    return texts
+    for text in [given] if isinstance(given, str) else given or ():
+        if text not in ("self", "demo", "sample"):
+            check_source(text)
+    return given
 
 
 def existing(what: str) -> Callable[[Path | None], Path | None]:

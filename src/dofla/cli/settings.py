@@ -86,8 +86,9 @@ class Settings:
 
     def read(self, changes: Sequence[str], check: Callable[[str, Any], None]) -> dict[str, dict[str, Any]]:
         """Values of the fields, by the function that has them; DoflaError for a wrong name or value."""
+        values = {where: dict(function.defaults) for where, function in self.functions.items()}
         if not changes:  # then no source is read
-            return {where: dict(function.defaults) for where, function in self.functions.items()}
+            return values
         fields, given = self.fields, {}
         for change in changes:
             name, equals, text = change.partition("=")
@@ -98,13 +99,9 @@ class Settings:
             check(name, text)
             given[name] = fields[name].value(text)
             check(name, given[name])
-        return {
-            where: {
-                **function.defaults,
-                **{own: given[x.name] for own, x in function.fields.items() if x.name in given},
-            }
-            for where, function in self.functions.items()
-        }
+        for where, function in self.functions.items():
+            values[where] |= {own: given[x.name] for own, x in function.fields.items() if x.name in given}
+        return values
 
     def __str__(self) -> str:
         return ", ".join(f"{one.name}={one.default}" for one in self.fields.values())
