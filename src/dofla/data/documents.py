@@ -5,6 +5,7 @@ Everything is a generator, so asking for a few windows of a large file reads onl
 
 import gzip
 import json
+import math
 import os
 import re
 import zlib
@@ -99,6 +100,7 @@ def _documents(source: Source, text_field: str) -> Iterator[str]:
         readers = [_reader(path, text_field) for path in paths]
         return (document for reader in readers for document in reader)
     if isinstance(source, (str, os.PathLike)):
+        check_source(os.fspath(source))
         return _dataset(os.fspath(source), text_field)
     if not source:
         raise DoflaError("source: an empty list; give at least one text or file")
@@ -171,13 +173,12 @@ def _text(path: Path) -> Iterator[str]:
 
 def _has_wide_gap(path: Path) -> bool:
     """True if two blank lines stand between lines of text, near enough to the beginning."""
-    seen = blanks = 0
-    text = False
+    seen, blanks = 0, -math.inf  # so that those before any text are too few
     for line in _lines(path, _LONGEST_TEXT):
         if line.strip():
-            if text and blanks >= 2:
+            if blanks >= 2:
                 return True
-            text, blanks = True, 0
+            blanks = 0
         else:
             blanks += 1
         seen += len(line)
@@ -232,18 +233,15 @@ def _parquet(path: Path, text_field: str) -> Iterator[str]:
 
 
 def _dataset(source: str, text_field: str) -> Iterator[str]:
-    check_source(source)
     base, _, split = source.partition("@")
     name, _, config = base.partition(":")
-    name = os.path.expanduser(name)
-    records = _dataset_records(name, config or None, split or "train", source)
-    return (_field(record, text_field, f"dataset {base}") for record in records)
-
-
-def _dataset_records(name: str, config: str | None, split: str, source: str) -> Iterator[dict[str, Any]]:
     datasets = extra("datasets", "data", f"{source}: no such file, and loading it as a dataset")
     try:
-        yield from datasets.load_dataset(name, config, split=split, streaming=True)
+        options = {"split": split or "train", "streaming": True}
+        for record in datasets.load_dataset(os.path.expanduser(name), config or None, **options):
+            yield _field(record, text_field, f"dataset {base}")
+    except DoflaError:
+        raise
     except Exception as error:  # the library lets those of its file systems, its network and its parsers through
         raise DoflaError(
             f"{source}: no such file, and no dataset to be had ({first_line(error)}); check the name "

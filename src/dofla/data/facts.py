@@ -29,9 +29,8 @@ class Facts:
     more, in another order."""
 
     documents: TokenWindows
-    told: (
-        Tensor  # [documents, asked, 2], where the fact of each of these tokens was told: its first token, and the next
-    )
+    # [documents, asked, 2], where the fact of each of these tokens was told: its first token, and the one after its last
+    told: Tensor
 
     @property
     def asked(self) -> int:

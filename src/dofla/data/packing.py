@@ -37,8 +37,9 @@ def text_windows(
 ) -> TokenWindows:
     """Windows of tokens from text or token files, of the documents to ``keep``; see :func:`dofla.token_windows`."""
     name = f"{describe(source)} ({split})"
-    if (path := _token_file(source)) is not None:
-        return _from_token_file(path, name, length, windows, keep)
+    files = files_of(source) if isinstance(source, (str, os.PathLike)) else None  # a list is of text files
+    if files and files[0].suffix.lower() == ".safetensors" and files[0].is_file():
+        return _from_token_file(files[0], name, length, windows, keep)
     documents = (text for text in read_documents(source, text_field=text_field) if keep(text.encode()))
     make = _padded if padded else _packed
     return make(documents, tokenizer, name, length, windows)
@@ -94,9 +95,8 @@ def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
 
 def _tokens(tokenizer: PreTrainedTokenizerBase, texts: list[str], **options) -> list[list[int]]:
     # verbose=False: a document longer than the model's context is no news here, it is about to be cut.
-    return tokenizer(texts, return_attention_mask=False, return_token_type_ids=False, verbose=False, **options)[
-        "input_ids"
-    ]
+    options |= {"return_attention_mask": False, "return_token_type_ids": False, "verbose": False}
+    return tokenizer(texts, **options)["input_ids"]
 
 
 def _packed(
@@ -143,13 +143,6 @@ def _padded(
 def _pieces(document: str) -> list[str]:
     lines = [line.strip() for line in document.strip().splitlines()]
     return lines if len(lines) == 1 else [line for line in lines if len(line) > _SHORTEST_LINE]
-
-
-def _token_file(source: Source) -> Path | None:
-    if not isinstance(source, (str, os.PathLike)):
-        return None
-    paths = files_of(source)
-    return paths[0] if paths and paths[0].suffix.lower() == ".safetensors" and paths[0].is_file() else None
 
 
 def _from_token_file(
