@@ -257,10 +257,10 @@ def padding_mask(
     Any other pattern (sliding windows, chunks, packed sequences) becomes a full four-dimensional mask, which softmax
     layers use and linear layers refuse.
     """
+    positions = batch_size, q_length, kv_length, q_offset, kv_offset
     if name := computed_instead(kwargs.get("config")):
         if name not in ALL_MASK_ATTENTION_FUNCTIONS:
             return attention_mask
-        positions = batch_size, q_length, kv_length, q_offset, kv_offset
         return ALL_MASK_ATTENTION_FUNCTIONS[name](*positions, mask_function, attention_mask=attention_mask, **kwargs)
     if mask_function in (causal_mask_function, bidirectional_mask_function) or _bounds_nothing(q_length, kwargs):
         if attention_mask is None:
@@ -271,9 +271,7 @@ def padding_mask(
             return None
         return attention_mask[:, None, None] if _has_readers(kwargs.get("config")) else attention_mask
     kwargs |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
-    return sdpa_mask(
-        batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask=attention_mask, **kwargs
-    )
+    return sdpa_mask(*positions, mask_function, attention_mask=attention_mask, **kwargs)
 
 
 def _reaching(mask: Tensor, length: int | Tensor, q_length: int, kv_length: int) -> Tensor:

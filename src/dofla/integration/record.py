@@ -148,14 +148,8 @@ def _rows(record: Mapping[str, Any]) -> Iterator[tuple]:
         yield "loss", "next-token loss, nats", language["loss"], language["original_loss"], text
         perplexities = (math.exp(min(language[key], _LARGEST)) for key in ("loss", "original_loss"))
         yield "perplexity", "perplexity", *perplexities, text
-        yield (
-            "loss_increase",
-            "loss increase, nats per token",
-            language["loss_increase"],
-            None,
-            text,
-            language["loss_increase_interval"],
-        )
+        increase, interval = language["loss_increase"], language["loss_increase_interval"]
+        yield "loss_increase", "loss increase, nats per token", increase, None, text, interval
         yield "kl", "KL divergence from the original, nats per token", language["kl"], None, text
         yield "agreement", "same likeliest next token, share", language["top1_agreement"], None, text
     if embeddings := record.get("embeddings"):

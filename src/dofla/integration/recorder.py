@@ -34,23 +34,6 @@ class AttentionCall:
     scaling: float  # the kernel is exp(scaling · q·k)
     causal: bool  # or bidirectional
 
-    @classmethod
-    def of(
-        cls,
-        name: str,
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Tensor | None,
-        scaling: float | None,
-        kwargs: dict[str, Any],
-    ) -> AttentionCall:
-        """Collect the arguments that transformers passes to an attention function under dofla's mask function."""
-        query, scaling = standard_scaling(module, query, scaling)
-        weight = None if mask is None else mask[:, -key.shape[-2] :]
-        return cls(name, query, key, value, weight, scaling, is_causal(module, kwargs))
-
     def check_finite(self, batch: int) -> None:
         """DoflaError naming the layer and the number of the batch if a query or key holds NaN or infinity."""
         for what, vectors in (("queries", self.query), ("keys", self.key)):
@@ -118,9 +101,12 @@ def recording(model: PreTrainedModel, names: Collection[str], visit: Callable[[A
     evaluation mode: an original is one without dropout."""
     by_module: dict[nn.Module, str] = {model.get_submodule(name): name for name in names}
 
-    def forward_call(module: nn.Module, *args: Any) -> None:
+    def forward_call(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *others: Any) -> None:
         if module in by_module:
-            visit(AttentionCall.of(by_module[module], module, *args))
+            mask, scaling, kwargs = others
+            query, scaling = standard_scaling(module, query, scaling)
+            weight = None if mask is None else mask[:, -key.shape[-2] :]
+            visit(AttentionCall(by_module[module], query, key, value, weight, scaling, is_causal(module, kwargs)))
 
     with evaluation_mode(model), visiting(model, forward_call):
         yield

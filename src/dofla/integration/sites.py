@@ -72,20 +72,10 @@ def attention_sites(model: PreTrainedModel) -> dict[str, AttentionSite]:
         seen[name] = key
         for other in sharing:
             sites[other] = replace(sites[other], shares_keys=True)
-        sites[name] = AttentionSite(
-            name,
-            heads,
-            key.shape[1],
-            head_dim,
-            value.shape[-1],
-            standard_scaling(module, query, scaling)[1],
-            causal,
-            linear_time,
-            None if linear_time else _refusal(module, kwargs, pattern, length != key.shape[-2]),
-            bool(sharing),
-            window if linear_time else None,
-            bool(sharing),
-        )
+        shape, shared = (heads, key.shape[1], head_dim, value.shape[-1]), bool(sharing)
+        refusal = None if linear_time else _refusal(module, kwargs, pattern, length != key.shape[-2])
+        held, scaling = window if linear_time else None, standard_scaling(module, query, scaling)[1]
+        sites[name] = AttentionSite(name, *shape, scaling, causal, linear_time, refusal, shared, held, shared)
 
     tokens = a_few_tokens(model)
     with evaluation_mode(model), torch.no_grad():
