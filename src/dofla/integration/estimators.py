@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from dofla.errors import DoflaError
@@ -61,10 +62,7 @@ class AttentionRows:
             raise DoflaError("the windows that were looked at hold padding alone: give real tokens")
         widest, retry = max(values.shape[1] for values in self.values), max(self.retries, default=None)
         # A matrix of fewer rows is filled up with zeros, and scaled so that a row weighs the same in all of them.
-        filled = [
-            torch.nn.functional.pad(values * (widest / values.shape[1]), (0, widest - values.shape[1]))
-            for values in self.values
-        ]
+        filled = [F.pad(x * (widest / x.shape[1]), (0, widest - x.shape[1])) for x in self.values]
         return [Spectrum(values, 0.0, retry) for values in torch.stack(filled, dim=1)]
 
 
@@ -113,8 +111,5 @@ class Reservoir:
         return [gram_spectrum(vectors, scaling) for vectors in self.vectors[:, order]]
 
 
-ESTIMATORS: dict[str, type[AttentionRows] | type[Reservoir]] = {
-    "attention": AttentionRows,
-    "paper": Reservoir,
-}
+ESTIMATORS: dict[str, type[AttentionRows] | type[Reservoir]] = {"attention": AttentionRows, "paper": Reservoir}
 """Estimators for one layer, with defaults for the number of samples and the normalization of their Gram matrices."""

@@ -1,6 +1,7 @@
 """Requests to the Hugging Face hub, all of them through huggingface_hub."""
 
 import json
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -40,10 +41,11 @@ def origin(place: str) -> str:
 def license_of(model: str) -> dict[str, str]:
     """``license`` of a model's card, or of its config, with ``license_name`` and ``license_link`` if they are there. A
     model is a folder, or a name on the hub, which is asked for a few seconds."""
-    folder = Path(model)
+    folder, found = Path(model), dict[str, Any]()
     try:
         if folder.is_dir():
-            found = _metadata(folder / README)
+            with suppress(OSError, ValueError, TypeError, yaml.YAMLError):  # a card that is missing or damaged
+                found = ModelCard.load(folder / README, ignore_metadata_errors=True).data.to_dict()
             if not found.get("license"):
                 found = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         else:
@@ -53,13 +55,6 @@ def license_of(model: str) -> dict[str, str]:
         return {}
     known = {key: found[key] for key in _LICENCE if isinstance(found.get(key), str)}
     return known if "license" in known else {}
-
-
-def _metadata(path: Path) -> dict:
-    try:
-        return ModelCard.load(path, ignore_metadata_errors=True).data.to_dict()
-    except (OSError, ValueError, TypeError, yaml.YAMLError):
-        return {}
 
 
 def fetch(name: str, files: list[str]) -> Path:

@@ -25,12 +25,8 @@ def low_rank(model: PreTrainedModel, rank: int) -> Iterator[Any]:
     wrapper, whose layers stand inside ``model`` itself, which is used as before. DoflaError if peft is not installed.
     """
     peft = extra("peft")
-    config = peft.LoraConfig(
-        r=rank,
-        lora_alpha=2 * rank,
-        target_modules="all-linear",
-        fan_in_fan_out=any(isinstance(module, Conv1D) for module in model.modules()),
-    )
+    transposed = any(isinstance(module, Conv1D) for module in model.modules())
+    config = peft.LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", fan_in_fan_out=transposed)
     wrapper = peft.get_peft_model(model, config)
     try:
         yield wrapper

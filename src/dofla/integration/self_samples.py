@@ -102,12 +102,7 @@ def self_sample(
     start = _checked_start(model, separator_id(tokenizer), length)
     counter = _Counter(progress, length * math.ceil(count / BATCH)) if callable(progress) else None
     samples = []
-    with (
-        as_teacher(model),
-        evaluation_mode(model),
-        _sampling_settings(model, length),
-        torch.random.fork_rng(),
-    ):
+    with as_teacher(model), evaluation_mode(model), _sampling_settings(model, length), torch.random.fork_rng():
         torch.manual_seed(seed)
         for begin in range(0, count, BATCH):
             prompt = torch.full((min(BATCH, count - begin), 1), start, dtype=torch.int64, device=device_of(model))
