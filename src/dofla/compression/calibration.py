@@ -146,12 +146,10 @@ class Calibration(Result):
             plain = json.loads(metadata["calibration"])
             directions = {}
             for name, output in plain.pop("outputs").items():
-                queries, keys, values = (
-                    Symmetric(*(tensors[f"{name}:{side}.{part}"] for part in Symmetric._fields)) for side in _SIDES
-                )
-                directions[name] = Directions(
-                    queries, keys, values, tensors[f"{name}:key_mean"], tensors[f"{name}:value_mean"], output
-                )
+                parts = [[tensors[f"{name}:{side}.{part}"] for part in Symmetric._fields] for side in _SIDES]
+                queries, keys, values = (Symmetric(*own) for own in parts)
+                means = (tensors[f"{name}:{mean}"] for mean in _MEANS)
+                directions[name] = Directions(queries, keys, values, *means, output)
             plain["retrieval"] = [(name, head) for name, head in plain["retrieval"]]
             return cls(directions, **plain)
 

@@ -82,6 +82,7 @@ class CacheQuantizer(HfQuantizer):
     """Compresses a model's cache once its weights are loaded."""
 
     quantization_config: CacheConfig
+    is_trainable = True
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
         self.remove_quantization_config(model)  # the model's weights are none that this has quantized
@@ -91,8 +92,4 @@ class CacheQuantizer(HfQuantizer):
         self.quantization_config.compress(model)
 
     def is_serializable(self) -> bool:
-        return True
-
-    @property
-    def is_trainable(self) -> bool:
         return True
