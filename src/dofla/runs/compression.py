@@ -4,7 +4,6 @@ import math
 from pathlib import Path
 
 from dofla.compression.calibrate import calibrate
-from dofla.compression.calibration import Calibration
 from dofla.compression.compress import check_fit, compress
 from dofla.compression.directions import LENGTH, WINDOWS
 from dofla.compression.target import Target
@@ -27,20 +26,13 @@ class CompressedModels(Models[Compression, ModelSpec]):
         compress(self.opened.model, calibration=path, **{name: getattr(self.recipe, name) for name in asked})
 
     def _calibrate(self, path: Path) -> None:
-        recipe, model = self.recipe, self.opened.model
-        tokenizer = self.opened.tokenizer if recipe.retrieval_heads else None
+        recipe, model, text = self.recipe, self.opened.model, self.opened.training
         target = Target.of(model, recipe.context, recipe.keep_softmax)
         size = target.size(recipe.size, recipe.ratio)
         check_fit(target, size, None, recipe.head_budgets, recipe.retrieval_heads, recipe.prefill)  # before minutes go
+        windows = text.take(math.ceil(WINDOWS * LENGTH / text.length))
+        options = {name: getattr(recipe, name) for name in ("head_budgets", "context", "keep_softmax")}
+        options["tokenizer"] = self.opened.tokenizer if recipe.retrieval_heads else None
         with self.view.progress("calibrate") as bar:
-            measured: Calibration = calibrate(
-                model,
-                self.opened.training.take(math.ceil(WINDOWS * LENGTH / self.opened.training.length)),
-                head_budgets=recipe.head_budgets,
-                tokenizer=tokenizer,
-                context=recipe.context,
-                keep_softmax=recipe.keep_softmax,
-                batch_size=recipe.evaluate.batch_size,
-                progress=bar.stage,
-            )
+            measured = calibrate(model, windows, batch_size=recipe.evaluate.batch_size, progress=bar.stage, **options)
         measured.save(path)
