@@ -16,6 +16,7 @@ from dofla.paper.methods import LEVERAGE, LOSSES
 from dofla.paper.sampled import sample_features
 from dofla.paper.study import Study
 from dofla.paper.table import Figure
+from dofla.profiles.profile import Profile
 from dofla.runs.distillation import Students
 from dofla.runs.folder import claim
 from dofla.runs.recipe import StudentSpec
@@ -126,10 +127,11 @@ class Bench:
 
         return [self.of(spec, seed, "evaluation", partial(measure, seed=seed)) for seed in self.study.seeds]
 
-    def profiled(self) -> None:
-        """See that there is a profile, and count its seconds."""
-        self.students.profile()
+    def profiled(self) -> Profile:
+        """The original's profile, whose seconds count."""
+        profile = self.students.profile()
         self.spent["profile"] = self.students.profile_seconds()
+        return profile
 
 
 def per_seed(runs: Sequence[Any], *keys: str) -> Figure:

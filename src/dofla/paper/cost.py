@@ -4,7 +4,7 @@ import itertools
 import statistics
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -67,14 +67,11 @@ def _generation(bench: Bench, shown: list[tuple[str, StudentSpec | None]], token
 @contextmanager
 def _linearized(model: PreTrainedModel, plan: Plan | None) -> Iterator[None]:
     """Within the block a model is linearized, and untrained; without a plan it stays as it is."""
-    if plan is None:
+    with ExitStack() as stack:
+        if plan is not None:
+            linearize(model, plan)
+            stack.callback(restore, model)
         yield
-        return
-    linearize(model, plan)
-    try:
-        yield
-    finally:
-        restore(model)
 
 
 def _seconds(bench: Bench, model: PreTrainedModel, tokens: int) -> float:

@@ -17,8 +17,7 @@ _TRAINED = {("trace", -4), ("trace", -8), ("trace", -12), ("none", -8)}  # scale
 
 def selected_dimensions(bench: Bench) -> Table:
     """Table 1: features per layer."""
-    bench.profiled()
-    profile = bench.students.profile()
+    profile = bench.profiled()
     plans = {label: bench.students.plan(trained(label, "softmax")) for label in ("DoF", "DoF + Clip")}
     counts = {label: [max(layer.features_per_head) for layer in plan.linear] for label, plan in plans.items()}
     largest = [max(row) for row in profile.dof(bench.study.lam)]
@@ -40,8 +39,7 @@ def selected_dimensions(bench: Bench) -> Table:
 
 def dof_per_head(bench: Bench) -> Table:
     """Table 2: degrees of freedom of every KV head at λ = 2⁻⁸."""
-    bench.profiled()
-    profile = bench.students.profile()
+    profile = bench.profiled()
     dof = profile.dof(HEAD_LAMBDA)
     heads = max(map(len, dof))
     rows = []
@@ -61,8 +59,7 @@ def dof_per_head(bench: Bench) -> Table:
 
 def scale_of_dof(bench: Bench) -> Table:
     """Table of what λ and the Gram matrix's normalization, on which the paper is silent, do to degrees of freedom."""
-    bench.profiled()
-    profile = bench.students.profile()
+    profile = bench.profiled()
     default = [max(row) for row in profile.dof(bench.study.lam)]
     section, key = bench.quality
     rows = []

@@ -65,14 +65,11 @@ def reproduce(
             table = TABLES[name](bench)
             table.key, table.seconds, table.command = name, bench.seconds, command(name)
             table.notes += notes
-            _write(Path(folder) / "tables", f"table-{name}" if name.isdecimal() else name, table)
+            path = Path(folder) / "tables" / (f"table-{name}" if name.isdecimal() else name)
+            path.parent.mkdir(exist_ok=True)
+            write_json(path.with_suffix(".json"), table.to_dict())
+            with replacing(path.with_suffix(".md")) as partial:
+                partial.write_text(table.to_markdown(), encoding="utf-8")
             show(view, table)
             made.append(table)
     return made
-
-
-def _write(folder: Path, name: str, table: Table) -> None:
-    folder.mkdir(exist_ok=True)
-    write_json(folder / f"{name}.json", table.to_dict())
-    with replacing(folder / f"{name}.md") as partial:
-        partial.write_text(table.to_markdown(), encoding="utf-8")
