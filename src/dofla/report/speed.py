@@ -84,7 +84,8 @@ def timings(model: PreTrainedModel, ids: Tensor) -> dict[str, Any]:
     whose: dict[str, Callable[[PreTrainedModel], AbstractContextManager[object]]]
     whose = {"original": original, "model": nullcontext}
     record: dict[str, Any] = {who: {"prefill": []} for who in whose}
-    read: Callable[[PreTrainedModel, Tensor], object] = read_prompt if model.can_generate() else _forward
+    read: Callable[[PreTrainedModel, Tensor], object]
+    read = read_prompt if model.can_generate() else lambda own, ids: run_body(own, {"input_ids": ids})
     lengths = _lengths(model, 0)
     for length in lengths:
         for who, attention in whose.items():
@@ -105,10 +106,6 @@ def timings(model: PreTrainedModel, ids: Tensor) -> dict[str, Any]:
                     step = partial(model, text[:, :1], use_cache=True, **{CACHE_ARGUMENT: cache})
                     record[who].setdefault("decode", []).append([length, _best(_STEPS, step)])
     return record | {"threads": torch.get_num_threads()}
-
-
-def _forward(model: PreTrainedModel, ids: Tensor) -> object:
-    return run_body(model, {"input_ids": ids})
 
 
 def _lengths(model: PreTrainedModel, spare: int) -> list[int]:

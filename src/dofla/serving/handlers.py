@@ -93,7 +93,9 @@ class Responses(_Answers, ResponseHandler):
     def _validate_request(self, body: dict[str, Any]) -> None:
         super()._validate_request(body)
         given = body.get("input")
-        if not isinstance(given, str) and not (isinstance(given, list) and given and all(map(_is_object, given))):
+        if not isinstance(given, str) and not (
+            isinstance(given, list) and given and all(isinstance(x, dict) for x in given)
+        ):
             raise RequestError(400, "input must be a text, or a list of {role, content} with one or more", "input")
 
 
@@ -110,7 +112,7 @@ def check_messages(messages: Any) -> None:
         raise RequestError(400, "messages must be a list of {role, content}, with one or more", "messages")
     for n, message in enumerate(messages):
         place = f"messages[{n}]"
-        if not _is_object(message) or "role" not in message:
+        if not isinstance(message, dict) or "role" not in message:
             raise RequestError(400, f"{place} must be {{role, content}}", place)
         if message["role"] not in _ROLES:
             known = ", ".join(_ROLES)
@@ -122,12 +124,8 @@ def check_messages(messages: Any) -> None:
             raise RequestError(400, f"{place}: content must be a text, or a list of {{type, ...}}", f"{place}.content")
 
 
-def _is_object(given: Any) -> bool:
-    return isinstance(given, dict)
-
-
 def _is_part(given: Any) -> bool:
-    return _is_object(given) and isinstance(given.get("type"), str) and isinstance(given.get("text", ""), str)
+    return isinstance(given, dict) and isinstance(given.get("type"), str) and isinstance(given.get("text", ""), str)
 
 
 def check_request(model: PreTrainedModel, inputs: Mapping[str, Tensor], settings: GenerationConfig) -> None:

@@ -62,13 +62,8 @@ def plain(item: Item) -> list[Request]:
 _CAPITALIZED = {"A", "An", "The", "He", "She", "It", "They", "My", "His", "Her", "Their"}
 _LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
-STYLES: dict[str, Callable[[Item], list[Request]]] = {
-    "question": question,
-    "passage": passage,
-    "letters": letters,
-    "blank": blank,
-    "plain": plain,
-}
+STYLES: dict[str, Callable[[Item], list[Request]]]
+STYLES = {style.__name__: style for style in (question, passage, letters, blank, plain)}
 
 KNOWN: dict[str, str] = {
     "piqa": "question",
