@@ -24,6 +24,14 @@ const float* start(const at::Tensor& t, std::int64_t n, std::int64_t h) {
   return t.const_data_ptr<float>() + n * t.stride(0) + h * t.stride(1);
 }
 
+// The inputs of KV head h of sequence n, and of its query heads.
+HeadInputs inputs(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, const at::Tensor& log_weight,
+                  std::int64_t n, std::int64_t h, std::int64_t groups) {
+  const float* weight = log_weight.const_data_ptr<float>() + n * log_weight.stride(0);
+  return {start(query, n, h * groups), start(key, n, h), start(value, n, h), weight,
+          query.stride(1), query.stride(2), key.stride(2), value.stride(2)};
+}
+
 // One of two affine maps, if there are any: weight [Hkv, M, d] and bias [Hkv, M] of each; scale and curvature of each.
 features::Map map_of(std::size_t which, const std::vector<at::Tensor>& maps, const std::vector<double>& numbers) {
   if (maps.empty()) return {nullptr, nullptr, 1.0f, 0.0f};
@@ -53,16 +61,8 @@ struct Exact {
 
   exact::Head head(std::int64_t n, std::int64_t h, std::int64_t groups) const {
     const std::int64_t unit = n * key.size(1) + h, sinks = sink_key.size(2);
-    exact::Head head{};
+    exact::Head head{inputs(query, key, value, log_weight, n, h, groups)};
     head.rows = query.size(2);
-    head.query = start(query, n, h * groups);
-    head.key = start(key, n, h);
-    head.value = start(value, n, h);
-    head.log_weight = log_weight.const_data_ptr<float>() + n * log_weight.stride(0);
-    head.query_head = query.stride(1);
-    head.query_row = query.stride(2);
-    head.key_row = key.stride(2);
-    head.value_row = value.stride(2);
     head.sink_key = sink_key.const_data_ptr<float>() + unit * sinks * query.size(3);
     head.sink_value = sink_value.const_data_ptr<float>() + unit * sinks * value.size(3);
     head.sink_log_weight = sink_log_weight.const_data_ptr<float>() + n * sinks;
@@ -103,17 +103,9 @@ Result linear_attention(const at::Tensor& query, const at::Tensor& key, const at
   const std::int64_t mean_size = sizes.features * sizes.value_dim;
   const auto tokens = [&](std::int64_t unit, std::int64_t chunk) {
     const std::int64_t n = unit / kv_heads, h = unit % kv_heads, first = n * heads + h * sizes.groups;
-    features::Tokens all{};
+    features::Tokens all{inputs(query, key, value, log_weight, n, h, sizes.groups)};
     all.query_map = query_map.of_head(h, sizes);
     all.key_map = key_map.of_head(h, sizes);
-    all.query = start(query, n, h * sizes.groups);
-    all.key = start(key, n, h);
-    all.value = start(value, n, h);
-    all.log_weight = log_weight.const_data_ptr<float>() + n * log_weight.stride(0);
-    all.query_head = query.stride(1);
-    all.query_row = query.stride(2);
-    all.key_row = key.stride(2);
-    all.value_row = value.stride(2);
     all.out = out.mutable_data_ptr<float>() + first * length * sizes.value_dim;
     all.normalizer = normalizer.mutable_data_ptr<float>() + first * length;
     all.out_head = length * sizes.value_dim;

@@ -20,10 +20,8 @@ struct Sizes {
 };
 
 // One KV head of one sequence. Near token i is the oldest in the window of row i.
-struct Head {
+struct Head : HeadInputs {
   std::int64_t rows;
-  const float *query, *key, *value, *log_weight;
-  std::int64_t query_head, query_row, key_row, value_row;
   const float *sink_key, *sink_value, *sink_log_weight;
   const std::int64_t* visible_from;
 };

@@ -39,11 +39,9 @@ struct State {
 };
 
 // Some tokens of one KV head and of its query heads. Rows of the results follow each other.
-struct Tokens {
+struct Tokens : HeadInputs {
   std::int64_t length;
   Map query_map, key_map;
-  const float *query, *key, *value, *log_weight;
-  std::int64_t query_head, query_row, key_row, value_row;
   float *out, *normalizer;
   std::int64_t out_head, normalizer_head;
 

@@ -132,6 +132,12 @@ inline std::int64_t whole_lanes(std::int64_t n, std::int64_t vectors = 1) {
   return (n + size - 1) / size * size;
 }
 
+// Queries, keys, values and log-weights of a KV head and its query heads, and the steps between heads and between rows.
+struct HeadInputs {
+  const float *query, *key, *value, *log_weight;
+  std::int64_t query_head, query_row, key_row, value_row;
+};
+
 struct Rows {
   const float* data;
   std::int64_t stride;
