@@ -148,8 +148,8 @@ class Calibration(Result):
             for name, output in plain.pop("outputs").items():
                 parts = [[tensors[f"{name}:{side}.{part}"] for part in Symmetric._fields] for side in _SIDES]
                 queries, keys, values = (Symmetric(*own) for own in parts)
-                means = (tensors[f"{name}:{mean}"] for mean in _MEANS)
-                directions[name] = Directions(queries, keys, values, *means, output)
+                key_mean, value_mean = (tensors[f"{name}:{mean}"] for mean in _MEANS)
+                directions[name] = Directions(queries, keys, values, key_mean, value_mean, output)
             plain["retrieval"] = [(name, head) for name, head in plain["retrieval"]]
             return cls(directions, **plain)
 
