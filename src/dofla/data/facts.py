@@ -29,7 +29,7 @@ class Facts:
     more, in another order."""
 
     documents: TokenWindows
-    # [documents, asked, 2], where the fact of each of these tokens was told: its first token, and the one after its last
+    # [documents, asked, 2], where the fact of each of these tokens was told: its first token, and the next after it
     told: Tensor
 
     @property
