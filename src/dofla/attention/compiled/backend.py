@@ -86,8 +86,8 @@ class Compiled(Backend):
 
 
 def _of_layer(heads: Compressed, call: Call, states: Tensor) -> tuple[Any, ...]:
-    """The arguments of operators for a layer: what smooths its keys, constants of its coders of keys and of values, tables, scaling of scores,
-    its heads by group, and the groups' numbers in these states."""
+    """The arguments of operators for a layer: what smooths its keys, constants of its coders of keys and of values,
+    tables, scaling of scores, its heads by group, and the groups' numbers in these states."""
     # As an attribute a buffer takes ten times as long to find.
     smoothing = [] if call.smoothing is None else list(call.smoothing._buffers.values())
     sides = ([tier.key for tier in heads.tiers], [tier.value for tier in heads.tiers])
