@@ -40,19 +40,19 @@ def main(
     windows = dofla.token_windows(text, tokenizer, length=512, windows=-(-length // 512) * 4, split="all")
     facts = Facts.among(windows, tokenizer, length, count=documents, seed=11)
     shown = table("cache", "bytes", "growing heads", "found", "of")
-    shown.add_row("softmax", "", "", *map(str, _found(opened, facts, tokenizer)))
+    shown.add_row("softmax", "", "", *map(str, facts_found(opened, facts, tokenizer)))
     for given in compress:
         options = options_of(given)
         dofla.compress(opened, calibration=calibration, tokenizer=tokenizer, **options)
         plan = Converted.of(opened).plan
         held = size(plan.cache_bytes(length, opened.dtype))
-        shown.add_row(given, held, str(plan.growing), *map(str, _found(opened, facts, tokenizer)))
+        shown.add_row(given, held, str(plan.growing), *map(str, facts_found(opened, facts, tokenizer)))
         dofla.restore(opened)
     Console(width=120).print(shown)
 
 
 @torch.no_grad()
-def _found(model: PreTrainedModel, facts: Facts, tokenizer: PreTrainedTokenizerBase) -> tuple[int, int]:
+def facts_found(model: PreTrainedModel, facts: Facts, tokenizer: PreTrainedTokenizerBase) -> tuple[int, int]:
     """Facts whose number is predicted, and all."""
     found = count = 0
     for ids, told in zip(facts.documents.input_ids, facts.told, strict=True):
