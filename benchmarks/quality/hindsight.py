@@ -14,7 +14,7 @@ figure (``compressed.py --student even``) from the second row.
 
 Scores are sums over queries of squared attention, those of the past decaying by a 64th a token, as in
 :mod:`dofla.attention.coding.heavy_hitters`. Layers are of one size. KL(teacher ‖ student) of the next tokens, in nats.
-A row of a window of 2,048 tokens takes half a minute with SmolLM2-135M on an idle core.
+A row of a window of 2,048 tokens takes half a minute to a minute of a core with SmolLM2-135M.
 
 With ``--facts``, how many facts told among a text are found again, too, by these rules, and by three that see the
 whole prompt, choose as many tokens of it as the others hold, and keep these for good: by attention drawn while there,
