@@ -26,8 +26,8 @@ from dofla.integration.record import Record
 from dofla.storage.files import replacing
 
 _SAVED = "torchao"
-"""What quantizes weights that are saved. bitsandbytes packs weights anew once a CPU has used them, and then saves what
-it cannot open."""
+"""The method of quantized weights that are saved. bitsandbytes packs weights anew once a CPU has used them, and then
+saves what it cannot open."""
 _own_card: ContextVar[bytes | None] = ContextVar("dofla_own_card", default=None)
 """The README.md that a person has put into the folder being saved to."""
 
