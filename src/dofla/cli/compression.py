@@ -107,8 +107,9 @@ def compress(
 ) -> dict[str, Any]:
     """Compress the cache of a model; no training.
 
-    A few heads, which find facts again, hold every token; all others take a constant size. With --set retrieval_heads=0
-    the whole cache does. With --no-evict all heads hold every token: the cache grows, and takes no size.
+    A few heads, which find facts again, hold every token; --set retrieval_heads=0 makes the size constant.
+
+    With --no-evict all heads hold every token: the cache grows, and takes no size.
     """
     from dofla import Calibration
     from dofla import compress as make
