@@ -130,6 +130,9 @@ def test_weights_in_int8_are_saved_beside_a_plan(tiny, tmp_path):
     before, student = model(ids).logits, compress(model, tiny.tokens(6, 48), tokens=48)
     answer, place = student(ids).logits, tmp_path / "student"
     student.save_pretrained(place)
+    config = student.config.quantization_config
+    with pytest.raises(DoflaError, match="weights is 3, which is no quantization of weights"):
+        type(config)(**config.to_dict() | {"weights": 3})
     assert sorted(path.suffix for path in place.iterdir()) == [".json", ".json", ".md", ".safetensors"]
     for n in range(2):  # also of a folder whose weights were quantized
         student = AutoModelForCausalLM.from_pretrained(place)

@@ -50,7 +50,7 @@ class DoflaConfig(QuantizationConfigMixin):
         self.quant_method = quant_method  # type: ignore[assignment] # registered: no member of their enumeration
         self.record = Record.from_dict(record or {}, "quantization_config: record")
         self.plan = Plan.from_dict(plan, "quantization_config")
-        self.of_weights: HfQuantizer | None = AutoHfQuantizer.from_config(weights) if weights else None
+        self.of_weights = None if weights is None else _quantizer_of(weights)
 
     def get(self, name: str, default: Any = None) -> Any:
         """A field, as of a dictionary: for that transformers takes what is in a config that it is handed."""
@@ -65,6 +65,15 @@ class DoflaConfig(QuantizationConfigMixin):
         if self.saving:
             fields[CHECKSUMS] = {}
         return fields
+
+
+def _quantizer_of(weights: Any) -> HfQuantizer:
+    """The quantizer that a config's ``weights`` are of; DoflaError if they name none that transformers has."""
+    try:
+        return AutoHfQuantizer.from_config(weights)
+    except (AttributeError, TypeError, ValueError) as error:
+        what = "is no quantization of weights that transformers knows: take the folder as save_pretrained wrote it"
+        raise DoflaError(f"quantization_config: weights is {weights!r}, which {what} ({error})") from error
 
 
 @register_quantizer(METHOD)
@@ -87,16 +96,18 @@ class DoflaQuantizer(HfQuantizer):
         self.quantization_config.plan = renamed(self.quantization_config.plan, model)
         self._attached = attach(model, self.quantization_config.plan)
         model._keep_in_fp32_modules_strict = {*(model._keep_in_fp32_modules_strict or ()), METHOD}
-        self._shapes = {name: tensor.shape for name, tensor in model.state_dict(keep_vars=True).items()}
+        state = model.state_dict(keep_vars=True)
+        self._shapes = {name: tensor.shape for name, tensor in state.items() if f".{METHOD}." in name}
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
-        # All that a checkpoint holds, buffers included: a fixed projection is as much part of a map as a trained one.
-        for name, tensor in model.state_dict(keep_vars=True).items():
-            if f".{METHOD}." not in name:  # transformers has looked at these
-                continue
+        # Ours alone, as transformers looks at the others; buffers included: a fixed projection is as much part of a map
+        # as a trained one.
+        state = model.state_dict(keep_vars=True)
+        for name, shape in self._shapes.items():
+            tensor = state[name]
             if not (tensor.is_meta or getattr(tensor, "_is_hf_initialized", False)):
                 raise DoflaError(f"the checkpoint does not fit its plan: {name} is missing")
-            if tensor.shape != (shape := self._shapes[name]):
+            if tensor.shape != shape:
                 raise DoflaError(
                     f"the checkpoint does not fit its plan: {name} is {list(tensor.shape)}, not {list(shape)}"
                 )

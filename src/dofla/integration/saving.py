@@ -50,13 +50,12 @@ def _with_card(save: Callable) -> Callable:
         if not _is_student(self):
             return save(self, save_directory, is_main_process, state_dict, *args, **kwargs)
         config = self.config.quantization_config
-        quantizer = config.of_weights
-        if quantizer is not None:
+        if (quantizer := config.of_weights) is not None:
             method, what = quantizer.quantization_config.quant_method, type(self).__name__
             if (method := getattr(method, "value", method)) != _SAVED or not hasattr(self, "hf_quantizer"):
                 raise DoflaError(f"the weights are quantized ({method}), which a {what} cannot save: {KEEP_ADAPTER}")
-        if quantizer is not None and quantizer.pre_quantized:  # transformers cannot reverse how it has read these
-            kwargs.setdefault("save_original_format", False)
+            if quantizer.pre_quantized:  # transformers cannot reverse how it has read these
+                kwargs.setdefault("save_original_format", False)
         completed_record(self)  # it goes into config.json
         card = Path(save_directory) / README
         own = card.read_bytes() if by_hand(card) else None
