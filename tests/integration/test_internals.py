@@ -70,7 +70,6 @@ ATTRIBUTES = """
 _attn_implementation
 _compile_all_devices
 _dequantize
-_is_stateful
 _keep_in_fp32_modules_strict
 _name_or_path
 _prepare_position_ids_for_generation

@@ -8,7 +8,7 @@ import torch
 from sizes import compress
 from students import everything
 from tiny_families import own_student, plan_for, student, teacher, tokens
-from transformers import LlamaForCausalLM, MistralForCausalLM
+from transformers import MistralForCausalLM
 
 import dofla
 from dofla.integration.converted import Converted, is_converted
@@ -189,18 +189,6 @@ def test_attention_weights_are_refused_as_there_are_none():
         student("llama")(tokens(1, 10), output_attentions=True)
     with pytest.raises(dofla.DoflaError, match="output_attentions"):
         student("bert")(tokens(1, 10), output_attentions=True)
-
-
-def test_assisted_decoding_is_refused_at_once_as_a_state_takes_nothing_back(tmp_path):
-    model, ids = own_student("llama"), tokens(1, 10).repeat(1, 3)
-    options = {"prompt_lookup_num_tokens": 3, "max_new_tokens": 10, "do_sample": False}
-    model.save_pretrained(tmp_path / "whole")
-    for one in (model, LlamaForCausalLM.from_pretrained(tmp_path / "whole")):
-        with pytest.raises(ValueError, match="assisted generation is not supported with stateful models"):
-            one.generate(ids, **options)
-    with dofla.original(model):
-        written = model.generate(ids, **options)
-    assert torch.equal(dofla.restore(model).generate(ids, **options), written)
 
 
 def test_there_is_nothing_to_dequantize():

@@ -88,7 +88,6 @@ def test_blocks_of_several_threads_may_end_in_any_order():
         for pool, block in zip((one, other), blocks, strict=True):
             pool.submit(block.__exit__, None, None, None).result()
     assert torch.equal(outputs(model), expected)
-    assert model._is_stateful
 
 
 def test_models_of_one_config_are_converted_one_by_one(tmp_path):
@@ -186,17 +185,6 @@ def test_a_cache_filled_by_linear_attention_is_refused_by_softmax(back):
         model(tokens(1, 5), past_key_values=cache)
     with back(model), pytest.raises(dofla.DoflaError, match="holds states of linear attention"):
         model(tokens(1, 1), past_key_values=cache)
-
-
-def test_nothing_can_be_taken_back_out_of_a_state():
-    model = student("llama")
-    cache = DynamicCache(config=model.config)
-    with torch.no_grad():
-        model(tokens(1, 5), past_key_values=cache)
-    cache.crop(0)
-    with pytest.raises(dofla.DoflaError, match="cannot take 2 tokens back out of a linear-attention state"):
-        cache.crop(-2)
-    assert cache.get_seq_length() == 5
 
 
 @pytest.mark.parametrize("kind", ["ragged", "eight_bits"])

@@ -10,7 +10,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from dofla.errors import DoflaError
-from dofla.integration.cache import hand_over_cache
+from dofla.integration.cache import hand_over_cache, record_candidates
 from dofla.integration.interface import LINEAR
 from dofla.integration.offload import device_of
 from dofla.integration.positions import positions_of
@@ -32,7 +32,7 @@ class AttachedLayer(AttentionLayer):
     ``positions`` how many there are for it, if that is known.
     """
 
-    hook: RemovableHandle  # that hands it its entry of the cache
+    hooks: list[RemovableHandle]  # that hand it its entry of the cache
 
     def __init__(self, plan: LayerPlan, beside_softmax: bool, positions: int | None, prefill: str) -> None:
         super().__init__(*parts_of(plan))
@@ -62,8 +62,10 @@ def attach(model: PreTrainedModel, plan: Plan) -> list[AttachedLayer]:
         own = module.dofla = AttachedLayer(layer, len(converted) < len(plan.layers), positions, plan.prefill)
         own.to(device_of(module))
         own.train(module.training)
-        own.hook = module.register_forward_pre_hook(hand_over_cache, with_kwargs=True)
+        own.hooks = [module.register_forward_pre_hook(hand_over_cache, with_kwargs=True)]
         attached.append(own)
+    if attached:
+        attached[0].hooks.append(model.register_forward_pre_hook(record_candidates, with_kwargs=True))
     return attached
 
 
@@ -94,12 +96,11 @@ def _check_sizes(layer: LayerPlan, module: nn.Module, positions: int | None) -> 
 
 
 def switch_on(model: PreTrainedModel) -> None:
-    """Let a model with layers attached use them, and say that what it has read cannot be taken back."""
+    """Let a model with layers attached use them."""
     before = model.config._attn_implementation
     # Ours, asked for when loading or taken over with the config of a converted model, says nothing.
     setattr(model, SOFTMAX, model.get_correct_attn_implementation(None) if before == LINEAR else before)
     model.set_attn_implementation(LINEAR)
-    model._is_stateful = True
 
 
 def renamed(plan: Plan, model: PreTrainedModel) -> Plan:

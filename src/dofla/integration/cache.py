@@ -14,6 +14,7 @@ from dofla.attention import CompressedState
 from dofla.attention.state import Tensors
 from dofla.errors import DoflaError
 from dofla.integration.interface import LINEAR, computed_instead
+from dofla.integration.rollback import LEAST, History
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +31,7 @@ class LinearCacheLayer(CacheLayerMixin):
     """
 
     is_compileable = True
+    is_croppable = True
     is_sliding = False
     supports_early_init = False
 
@@ -41,6 +43,7 @@ class LinearCacheLayer(CacheLayerMixin):
         self.states: Sequence[Tensors] | None = None
         self.beside_softmax, self.positions = beside_softmax, positions
         self.tokens, self.handed_over = 0, False
+        self.history: History | None = None  # where tokens are going to be taken back
         self._differentiable: list[Tensor] | None = None  # keys, values and weights of all tokens
 
     @property
@@ -97,7 +100,8 @@ class LinearCacheLayer(CacheLayerMixin):
         return -1
 
     def reset(self) -> None:
-        self.states, self.tokens, self._differentiable = None, 0, None
+        self._changed()
+        self.states, self.tokens = None, 0
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         self._change(lambda state: state.reorder(beam_idx))
@@ -108,12 +112,35 @@ class LinearCacheLayer(CacheLayerMixin):
     def batch_repeat_interleave(self, repeats: int) -> None:
         self._change(lambda state: state.map(lambda t: t.repeat_interleave(repeats, dim=0)))
 
+    @property
+    def record_past(self) -> bool:
+        """Whether tokens are going to be taken back, as transformers asks and says it."""
+        return self.history is not None
+
+    @record_past.setter
+    def record_past(self, record: bool) -> None:
+        self.history = (self.history or History()) if record else None
+
+    def activate_past_recording(self) -> None:
+        """From now on :meth:`crop` can take back as many tokens as were read since, up to 64."""
+        self.record_past = True
+
     def crop(self, tokens_to_remove: int) -> None:
+        """Take back the last tokens, as many as a negative number says. Whoever asks is going to ask again."""
+        if tokens_to_remove > 0:
+            raise ValueError(f"crop takes a negative number of tokens to remove, not {tokens_to_remove}")
         if tokens_to_remove:
-            raise DoflaError(
-                f"cannot take {abs(tokens_to_remove)} tokens back out of a linear-attention state: "
-                "assisted decoding and rollback need softmax attention, or a copy of the cache made earlier"
-            )
+            try:
+                states = (self.history or History()).before(-tokens_to_remove)
+            except ValueError as error:
+                raise DoflaError(
+                    f"cannot take {-tokens_to_remove} tokens back out of the cache, which recorded {error}: call "
+                    f"cache.activate_past_recording() before they are read, take back at most {LEAST}, and give "
+                    "generate an assistant_model that is not compressed"
+                ) from None
+            self.states, self._differentiable = states, None
+            self.advance(tokens_to_remove)
+        self.history = History()
 
     def offload(self) -> None:
         """The state is small and stays where it is."""
@@ -130,15 +157,24 @@ class LinearCacheLayer(CacheLayerMixin):
         self._differentiable = here if here[0].shape[-2] == self.tokens else None
         return self._differentiable
 
-    def _change(self, fn: Callable[[Tensors], Tensors]) -> None:
+    def _changed(self) -> None:
+        """Other tokens are in the cache than were read last."""
         self._differentiable = None
+        if self.history is not None:
+            self.history = History()
+
+    def _change(self, fn: Callable[[Tensors], Tensors]) -> None:
+        self._changed()
         if self.states is not None:
             self.states = [fn(state) for state in self.states]
 
 
 class StaticLinearCacheLayer(LinearCacheLayer):
     """The entry of a static cache. Counts tokens in a tensor, so that one compiled graph serves all of them. On a GPU,
-    the state and the count stay at their addresses: CUDA graphs replay kernels that read and update them there."""
+    the state and the count stay at their addresses: CUDA graphs replay kernels that read and update them there. Tokens
+    cannot be taken back."""
+
+    is_croppable = False
 
     def __init__(self, beside_softmax: bool, length: int) -> None:
         self._rows: Tensor | None = None  # of a compressed cache, at their address
@@ -203,21 +239,32 @@ def in_cuda_graphs(x: Tensor) -> bool:
 
 
 def hand_over_cache(module: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
-    """Forward pre-hook of a converted module: give it its cache entry, swapping in ours the first time.
-
-    Few families have a name of their own for the argument, and of those any Cache among them is taken. The entry goes
-    along as one more argument, which all of them pass on to the attention function.
-    """
+    """Forward pre-hook of a converted module: give it its cache entry, swapping in ours the first time. The entry goes
+    along as one more argument, which all families pass on to the attention function."""
     if module.config._attn_implementation != LINEAR or computed_instead(module.config):
         return None
+    cache = _cache_of(args, kwargs)
+    return None if cache is None else (args, {**kwargs, "dofla_entry": linear_entry(cache, module)})
+
+
+def record_candidates(model: Any, args: tuple, kwargs: dict[str, Any]) -> None:
+    """Forward pre-hook of a converted model: assisted decoding, which asks for the logits of several tokens, will take
+    some of them back. Its first call comes before there are entries that it could tell."""
+    several, cache = kwargs.get("logits_to_keep"), _cache_of(args, kwargs)
+    if cache is None or not isinstance(several, int) or several < 2 or computed_instead(model.config):
+        return
+    for module in model.modules():
+        if "dofla" in module._modules:
+            linear_entry(cache, module).activate_past_recording()
+
+
+def _cache_of(args: tuple, kwargs: dict[str, Any]) -> Cache | None:
+    """The decoder's cache among the arguments of a module. Few families have a name of their own for it, and of those
+    any Cache is taken."""
     cache = kwargs.get(CACHE_ARGUMENT)
     if not isinstance(cache, Cache):
         cache = next((value for value in (*args, *kwargs.values()) if isinstance(value, Cache)), None)
-    if isinstance(cache, EncoderDecoderCache):
-        cache = cache.self_attention_cache
-    if cache is None:
-        return None
-    return args, {**kwargs, "dofla_entry": linear_entry(cache, module)}
+    return cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
 
 
 def linear_entry(cache: Cache, module: Any) -> LinearCacheLayer:

@@ -25,6 +25,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from dofla.errors import DoflaError
 from dofla.integration.padding import run_padded
 from dofla.integration.positions import stated_positions
+from dofla.integration.rollback import LEAST, Vectors, cut
 from dofla.layers import AttentionLayer
 
 LINEAR = "dofla"
@@ -74,8 +75,9 @@ def dofla_attention(
     without_gradients = bool(trained) and (bool(states) or layer.compressed is not None)
     with torch.no_grad() if without_gradients else nullcontext():
         room = None if dofla_entry is None else dofla_entry.room
-        outside = torch.compiler.is_compiling() and not layer.traceable(
-            asked, key, value, weight=weight, states=states, causal=causal, room=room
+        outside = torch.compiler.is_compiling() and (
+            (dofla_entry is not None and dofla_entry.history is not None)
+            or not layer.traceable(asked, key, value, weight=weight, states=states, causal=causal, room=room)
         )
         run = _outside_the_graph if outside else _run
         exact = _prefills_exactly(layer, query, dofla_entry)
@@ -103,20 +105,45 @@ def _run(
     value: Tensor,
     *,
     weight: Tensor | None,
-    causal: bool,
+    exact: bool,
     **options: Any,
 ) -> Tensor:
     """The layer's output; the states after go into the entry of the cache, if there is one."""
-    states, in_place, room = (None, False, None) if entry is None else (entry.states, entry.in_place, entry.room)
-    run = partial(layer, in_place=in_place, room=room, **options)
+    vectors = query, key, value, weight
+    if entry is None:
+        return _read(layer, vectors, None, keeps_states=False, exact=exact, **options)[0]
+    read: Callable[..., Any] = partial(_read, layer, keeps_states=True, room=entry.room, **options)
+    if entry.history is None:
+        out, entry.states = read(vectors, entry.states, exact=exact, in_place=entry.in_place)
+        return out
+    # Tokens that may be taken back come one by one, as they would without: however a text is cut, states are the same.
+    length, again, outputs = key.shape[-2], lambda *before: read(*before, in_place=True)[1], []
+    for part in (slice(0, max(length - LEAST, 0)), slice(max(length - LEAST, 0), length)):
+        if part.start < part.stop:
+            own = cut(vectors, part)
+            if part.stop == length:
+                entry.history.add(entry.states, own, again)
+            out, entry.states = read(own, entry.states, exact=exact and part.stop < length, in_place=entry.in_place)
+            outputs.append(out)
+    return torch.cat(outputs, 2)
+
+
+def _read(
+    layer: nn.Module,
+    vectors: Vectors,
+    states: Any,
+    *,
+    causal: bool,
+    keeps_states: bool,
+    in_place: bool = False,
+    **options: Any,
+) -> tuple[Tensor, Any]:
+    """The layer's output, and the states after."""
+    query, key, value, weight = vectors
+    run = partial(layer, in_place=in_place, **options)
     if weight is None or not causal:
-        out, after = run(query, key, value, weight=weight, states=states, causal=causal)
-    else:
-        keeps = entry is not None
-        out, after = run_padded(run, query, key, value, weight, states, keeps_states=keeps, in_place=in_place)
-    if entry is not None:
-        entry.states = after
-    return out
+        return run(query, key, value, weight=weight, states=states, causal=causal)
+    return run_padded(run, query, key, value, weight, states, keeps_states=keeps_states, in_place=in_place)
 
 
 _outside_the_graph = torch.compiler.disable(_run)

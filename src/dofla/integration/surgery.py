@@ -16,7 +16,7 @@ from dofla.integration.attaching import SOFTMAX, attach, renamed, switch_on, wit
 from dofla.integration.consistency import check_consistency
 from dofla.integration.converted import Converted, is_converted
 from dofla.integration.hub import origin
-from dofla.integration.interface import computed_instead, computing, dofla_attention, softmax_attention, visiting
+from dofla.integration.interface import computing, dofla_attention, softmax_attention, visiting
 from dofla.integration.offload import device_of
 from dofla.integration.precision import warn_of_slow_products
 from dofla.integration.quantizer import DoflaConfig, DoflaQuantizer
@@ -141,13 +141,14 @@ def restore(model: PreTrainedModel) -> PreTrainedModel:
     end-to-end training. Returns ``model``."""
     for layer in Converted.of(model).layers.values():
         module = model.get_submodule(layer.name)
-        layer.hook.remove()
+        for hook in layer.hooks:
+            hook.remove()
         del module.dofla
     put_back(model)
     model.set_attn_implementation(getattr(model, SOFTMAX))
     of_weights = model.config.quantization_config.of_weights
     delattr(model, SOFTMAX)
-    del model._is_stateful, model.config.quantization_config, model.hf_quantizer
+    del model.config.quantization_config, model.hf_quantizer
     if of_weights is not None:
         model.config.quantization_config, model.hf_quantizer = of_weights.quantization_config, of_weights
     return model
@@ -158,14 +159,8 @@ def original(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
     """Within the block the converted model is its own original: softmax attention, and the weights it had before
     end-to-end training if there was any. Other threads go on with the converted model."""
     Converted.of(model)
-    outermost = computed_instead(model.config) is None
     with computing(model, getattr(model, SOFTMAX)), original_weights(model):
-        model._is_stateful = type(model)._is_stateful
-        try:
-            yield model
-        finally:
-            if outermost:
-                model._is_stateful = True
+        yield model
 
 
 @contextmanager

@@ -183,9 +183,10 @@ class _Step:
 
 
 def _states(cache: Cache) -> list[LinearCacheLayer]:
-    """The entries of a cache that holds what compressed layers carry on, and nothing else; none of any other."""
+    """The entries of a cache that holds what compressed layers carry on, and nothing else; none of any other, nor where
+    tokens may be taken back."""
     entries = [x for x in cache.layers if isinstance(x, LinearCacheLayer) and x.states and not x.beside_softmax]
-    return entries if len(entries) == len(cache.layers) else []
+    return [] if len(entries) < len(cache.layers) or any(x.record_past for x in entries) else entries
 
 
 def _routed(module: Module, through: Callable[..., Any]) -> Module:

@@ -1,0 +1,70 @@
+"""Taking tokens back out of a cache: for assisted (speculative) decoding, whose candidates may be refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from dofla.attention.state import Tensors
+
+LEAST = 64
+"""Tokens that can be taken back at any time, where so many were read."""
+
+Vectors = tuple[Tensor, Tensor, Tensor, Tensor | None]
+"""Queries [B, H, L, d], keys [B, Hkv, L, d], values [B, Hkv, L, dv] and key weights [B, L] of a call."""
+Read = Callable[[Vectors, Sequence[Tensors] | None], Sequence[Tensors]]
+"""The states after a call, of the states before it, which it may overwrite."""
+
+
+def cut(vectors: Vectors, tokens: slice) -> Vectors:
+    """Some tokens of a call."""
+    query, key, value, weight = vectors
+    return query[:, :, tokens], key[:, :, tokens], value[:, :, tokens], None if weight is None else weight[:, tokens]
+
+
+@dataclass
+class _Since:
+    """A state, and the calls after it."""
+
+    states: list[Tensors] | None
+    calls: list[tuple[Vectors, Read]] = field(default_factory=list)
+
+    @property
+    def tokens(self) -> int:
+        return sum(vectors[1].shape[-2] for vectors, _ in self.calls)
+
+
+class History:
+    """What a layer read last: a state from before the last :data:`LEAST` tokens, or more, and their calls.
+
+    A state of constant size has lost what it evicted, and cannot be taken back; an earlier one can be read on from.
+    Attention alone is computed again, no weights.
+    """
+
+    def __init__(self) -> None:
+        self._parts: list[_Since] = []
+
+    def add(self, states: Sequence[Tensors] | None, vectors: Vectors, read: Read) -> None:
+        """A call of :data:`LEAST` tokens at most, and the states before it, of which a copy is made every so often."""
+        if not self._parts or self._parts[-1].tokens >= LEAST:
+            before = None if states is None else [state.copy() for state in states]
+            self._parts = [*self._parts[-1:], _Since(before)]
+        self._parts[-1].calls.append((vectors, read))
+
+    def before(self, tokens: int) -> Sequence[Tensors] | None:
+        """The states before the last ``tokens``, which can be asked for once; ValueError with the number of those that
+        there are, if these are fewer."""
+        left = sum(part.tokens for part in self._parts) - tokens
+        if left < 0:
+            raise ValueError(left + tokens)
+        part = self._parts[0]
+        if left >= part.tokens and len(self._parts) > 1:
+            left, part = left - part.tokens, self._parts[1]
+        states: Sequence[Tensors] | None = part.states
+        for vectors, read in part.calls:
+            if left:
+                own = cut(vectors, slice(left))
+                states, left = read(own, states), left - own[1].shape[-2]
+        return states
