@@ -13,6 +13,7 @@ GREEDY = SamplingParams(max_tokens=12, min_tokens=12, temperature=0)
 
 def engine(folder, **options):
     options = {"dtype": "float32", "enforce_eager": True, "max_model_len": 1024, "max_num_seqs": 16} | options
+    options.setdefault("enable_prefix_caching", False)
     return LLM(str(folder), **options)
 
 
@@ -127,11 +128,33 @@ def test_what_a_state_cannot_do_is_refused(compressed, options, words):
 
 
 @pytest.mark.slow
-def test_prefix_caching_is_off_and_features_are_refused(compressed, features, prompts, check):
-    made = engine(compressed[1], enable_prefix_caching=True)
-    assert not made.llm_engine.vllm_config.cache_config.enable_prefix_caching
+@pytest.mark.parametrize("kind", ["compressed", "mixed", "sliding"])
+def test_requests_go_on_from_states_of_known_prefixes(kind, prompts, request):
+    folder, story = request.getfixturevalue(kind)[1], prompts[-1]
+    alone = engine(folder, max_num_batched_tokens=64)
+    both = engine(folder, max_num_batched_tokens=64, enable_prefix_caching=True, block_size=32)
+    asked = [story[:length] + other[:20] for length, other in zip((31, 64, 65, 300, 330), prompts[9:], strict=False)]
+    longer = SamplingParams(max_tokens=40, min_tokens=40, temperature=0)
+    wanted = texts(alone, asked, longer)
+    assert texts(both, [story[:320]], longer) == texts(alone, [story[:320]], longer)
+    known = []
     for _ in range(2):
-        check(15, *texts(made, prompts[-1:]))
+        outputs = both.generate([{"prompt_token_ids": ids} for ids in asked], longer, use_tqdm=False)
+        assert [list(output.outputs[0].token_ids) for output in outputs] == wanted
+        known.append([output.num_cached_tokens for output in outputs])
+    block = both.llm_engine.vllm_config.cache_config.block_size  # larger beside softmax layers
+    assert known[0][3] == 300 // block * block > 0
+    assert all(tokens >= (len(ids) - 1) // block * block - block for tokens, ids in zip(known[1], asked, strict=True))
+    turns = [ids + answer for ids, answer in zip(asked, wanted, strict=True)]  # of a conversation
+    assert texts(both, turns, longer) == texts(alone, turns, longer)
+
+
+def test_states_of_prefixes_are_five_hundred_tokens_apart(compressed):
+    cache = engine(compressed[1], enable_prefix_caching=True).llm_engine.vllm_config.cache_config
+    assert cache.block_size == cache.mamba_block_size == 512
+
+
+def test_features_are_refused(features):
     with pytest.raises(Exception, match=r"model.layers.0.self_attn has feature maps"):
         engine(features)
 

@@ -1,21 +1,21 @@
 """Settings of vLLM that a compressed model needs."""
 
-import logging
-
 from vllm.config import VllmConfig
 from vllm.model_executor.models.config import MambaModelConfig
 
 from dofla.errors import DoflaError
 
-logger = logging.getLogger(__name__)
+BLOCK = 512
+"""Tokens from one state that prefix caching keeps to the next, unless ``--block-size`` says so: each is a page."""
 
 
 class CompressedModelConfig(MambaModelConfig):
-    """The settings of a model with states, without prefix caching: a state cannot be cut at a token."""
+    """The settings of a model with states. Prefix caching keeps copies of them, each a block of tokens after the other,
+    as for Mamba."""
 
     @classmethod
     def verify_and_update_config(cls, vllm_config: VllmConfig) -> None:
-        """Turn prefix caching off, and tell of it.
+        """Choose the blocks of prefix caching, and how weights are read.
 
         Raises:
             DoflaError: speculative decoding, or states that are to be moved to another engine.
@@ -26,9 +26,9 @@ class CompressedModelConfig(MambaModelConfig):
             )
         if vllm_config.kv_transfer_config is not None:
             raise DoflaError("a compressed cache is not moved between engines: leave out --kv-transfer-config")
-        if vllm_config.cache_config.enable_prefix_caching:
-            logger.warning("prefix caching is off: a compressed cache is not kept token by token")
-            vllm_config.cache_config.enable_prefix_caching = False
+        cache = vllm_config.cache_config
+        if cache.enable_prefix_caching and not cache.user_specified_block_size:
+            cache.block_size, cache.user_specified_block_size = BLOCK, True
         weights = vllm_config.model_config.hf_config.quantization_config.get("weights") or {}
         if weights.get("quant_method") == "torchao":
             vllm_config.load_config.safetensors_load_strategy = "torchao"  # as vLLM does where the method is torchao

@@ -7,7 +7,8 @@ from dataclasses import replace
 
 import torch
 from vllm.config import VllmConfig
-from vllm.model_executor.models.interfaces import HasInnerState, IsAttentionFree, IsHybrid
+from vllm.model_executor.layers.mamba.mamba_utils import MambaStateCopyFunc, get_temporal_copy_spec
+from vllm.model_executor.models.interfaces import HasInnerState, IsAttentionFree, IsHybrid, SupportsMambaPrefixCaching
 from vllm.model_executor.models.transformers import TransformersForCausalLM
 from vllm.model_executor.models.transformers.base import VLLM_ATTN_ATTR
 from vllm.model_executor.models.utils import WeightsMapper
@@ -22,8 +23,13 @@ from dofla.vllm.layer import CompressedAttention, state_bytes
 logger = logging.getLogger(__name__)
 
 
-class _Compressed(TransformersForCausalLM, HasInnerState):
+class _Compressed(TransformersForCausalLM, HasInnerState, SupportsMambaPrefixCaching):
     """A decoder whose attention layers have a compressed cache, or are those of vLLM."""
+
+    @classmethod
+    def get_mamba_state_copy_func(cls) -> tuple[MambaStateCopyFunc, ...]:
+        """A state is copied whole."""
+        return (get_temporal_copy_spec,)
 
     def _create_attention_instances(self, prefix: str = "") -> None:
         """vLLM's attention for each layer, and a :class:`CompressedAttention` in the place of those in the plan."""
