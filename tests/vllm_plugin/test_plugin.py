@@ -5,7 +5,7 @@ import gc
 import pytest
 from vllm import LLM, SamplingParams
 
-from dofla.vllm.layer import state_bytes
+from dofla.vllm.layer import heads_of, page_bytes
 from dofla.vllm.model import DoflaForCausalLM, DoflaHybridForCausalLM
 
 GREEDY = SamplingParams(max_tokens=12, min_tokens=12, temperature=0)
@@ -64,7 +64,7 @@ def test_a_request_has_one_page_a_layer_and_gives_it_back(llm, prompts):
 
 def test_pages_are_as_large_as_the_states_of_their_layers(llm, compressed):
     layers = compressed[0].config.quantization_config.plan.layers
-    sizes = {layer.name: state_bytes(layer, llm.llm_engine.model_config.max_model_len) for layer in layers}
+    sizes = {layer.name: page_bytes(layer, llm.llm_engine.model_config.max_model_len, 1) for layer in layers}
     assert len(set(sizes.values())) > 1
     config = llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_config
     assert len(config.kv_cache_groups) == 1
@@ -107,6 +107,33 @@ def test_softmax_and_sliding_layers_beside_compressed_ones(kind, prompts, reques
     assert isinstance(model_of(both), DoflaHybridForCausalLM)
     for n, tokens in enumerate(texts(both, prompts)):
         request.getfixturevalue(f"check_{kind}")(n, tokens)
+
+
+@pytest.mark.parametrize(
+    ("kind", "parts"),
+    [
+        ("compressed", "tensor_parallel_size"),
+        ("mixed", "tensor_parallel_size"),
+        ("compressed", "pipeline_parallel_size"),
+    ],
+)
+@pytest.mark.slow
+def test_two_processes_share_a_model(kind, parts, prompts, request):
+    """Each has the pages of its heads, or of its layers. (On a CPU vLLM's pipelines want compiling, and softmax layers
+    in all parts or in none.)"""
+    options = {"enforce_eager": parts == "tensor_parallel_size", "distributed_executor_backend": "mp", parts: 2}
+    both = engine(request.getfixturevalue(kind)[1], **options)
+    check = request.getfixturevalue("check" if kind == "compressed" else "check_mixed")
+    for n, tokens in enumerate(texts(both, prompts)):
+        check(n, tokens)
+
+
+@pytest.mark.parametrize(
+    ("heads", "ranks", "wanted"),
+    [(8, 2, [[0, 1, 2, 3], [4, 5, 6, 7]]), (2, 4, [[0], [0], [1], [1]]), (1, 2, [[0], [0]]), (3, 1, [[0, 1, 2]])],
+)
+def test_heads_are_divided_as_vllm_divides_them(heads, ranks, wanted):
+    assert [heads_of(heads, rank, ranks) for rank in range(ranks)] == wanted
 
 
 def test_weights_in_int8(int8, prompts):

@@ -6,5 +6,6 @@ Knows the arithmetic, feature maps and plans; nothing of transformers.
 from dofla.layers.layer import AttentionLayer
 from dofla.layers.make import layer_of, parts_of
 from dofla.layers.pages import read_pages
+from dofla.layers.part import take_heads
 
-__all__ = ["AttentionLayer", "layer_of", "parts_of", "read_pages"]
+__all__ = ["AttentionLayer", "layer_of", "parts_of", "read_pages", "take_heads"]

@@ -2,8 +2,8 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
-from typing import Any, ClassVar
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any, ClassVar, Self
 
 from dofla.attention import HeadSizes, tier_bytes
 from dofla.attention.constants import MOST_BITS
@@ -135,6 +135,12 @@ class CompressedLayer(LayerPlan):
         sizes = [(x.window, x.sinks, math.inf if x.grows else x.newest + x.heavy_hitters) for x in self.sizes]
         columns = zip(*sizes, strict=True)
         return dict(zip(("window", "sinks", f"{self.bits:.10g}-bit"), map(_range, columns), strict=True))
+
+    def of_heads(self, heads: Sequence[int]) -> Self:
+        """The plan of some of its KV heads, as of a layer of its own."""
+        columns = zip(*(self.sizes[head] for head in heads), strict=True)
+        sizes: dict[str, Any] = {name: list(own) for name, own in zip(HeadSizes._fields, columns, strict=True)}
+        return replace(self, kv_heads=len(heads), **sizes)
 
     def cache_bytes(self, length: int, itemsize: int) -> int:
         return sum(head_bytes(size, self.head_dim, self.value_dim, self.bits, length) for size in self.sizes)

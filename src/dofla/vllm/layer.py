@@ -12,7 +12,7 @@ from vllm.v1.kv_cache_interface import KVCacheSpec
 
 from dofla.attention.coding.coder import check_coders
 from dofla.attention.layout import Layouts
-from dofla.layers import layer_of, read_pages
+from dofla.layers import layer_of, read_pages, take_heads
 from dofla.plans.layers import CompressedLayer
 from dofla.vllm import BACKEND
 from dofla.vllm.metadata import CompressedCacheMetadata, StateSpec
@@ -23,7 +23,8 @@ class CompressedAttention(nn.Module, MambaBase):
 
     Args:
         layer: of the plan.
-        heads: query heads.
+        rank, ranks: the number of this process among those that divide the heads, and how many these are.
+        heads: query heads in this process.
         scaling: of the scores.
         exact_prefill: whether several tokens at once attend exactly to one another.
         name: of the module, by which vLLM knows it.
@@ -34,6 +35,8 @@ class CompressedAttention(nn.Module, MambaBase):
     def __init__(
         self,
         layer: CompressedLayer,
+        rank: int,
+        ranks: int,
         heads: int,
         scaling: float,
         exact_prefill: bool,
@@ -42,18 +45,19 @@ class CompressedAttention(nn.Module, MambaBase):
         context: dict[str, nn.Module],
     ) -> None:
         super().__init__()
-        self.layer = layer_of(layer).requires_grad_(False)
+        self.plan, self.own = layer, heads_of(layer.kv_heads, rank, ranks)
+        self.layer = layer_of(layer.of_heads(self.own)).requires_grad_(False)
         compressed = self.layer.compressed
         assert compressed is not None
         layout = compressed.layouts.with_room(length)
-        self.bytes, self._before = layout.bytes, layout.empty(1, torch.device("cpu")).rows
-        self.heads, self.kv_heads, self.scaling, self.exact_prefill = heads, layer.kv_heads, scaling, exact_prefill
+        self._before, self.page = layout.empty(1, torch.device("cpu")).rows, page_bytes(layer, length, ranks)
+        self.heads, self.scaling, self.exact_prefill = heads, scaling, exact_prefill
         self.prefix = name
         context[name] = self
         self.kv_cache = (torch.empty(0),)
 
     def get_state_shape(self) -> tuple[tuple[int, ...], ...]:
-        return ((self.bytes,),)
+        return ((self.page,),)
 
     def get_state_dtype(self) -> tuple[torch.dtype, ...]:
         return (torch.uint8,)
@@ -75,11 +79,13 @@ class CompressedAttention(nn.Module, MambaBase):
         )
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-        """Take the layer's constants from a checkpoint; all of them must be there, and valid."""
-        found = dict(weights)
-        self.layer.load_state_dict(found)
-        check_coders(self.layer, f"{self.prefix} of the checkpoint")
-        return {f"layer.{name}" for name in found}
+        """Take the constants of the KV heads in this process from a checkpoint; those of all heads must be there, and
+        valid."""
+        whole = layer_of(self.plan)
+        whole.load_state_dict(dict(weights))
+        check_coders(whole, f"{self.prefix} of the checkpoint")
+        take_heads(self.layer, whole, self.own)
+        return {f"layer.{name}" for name in self.layer.state_dict()}
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Outputs [rows, H · dv] of queries [rows, H · d], keys [rows, Hkv · d] and values [rows, Hkv · dv]."""
@@ -94,7 +100,8 @@ class CompressedAttention(nn.Module, MambaBase):
             out.zero_()
             return
         step: CompressedCacheMetadata = metadata[self.prefix]
-        pool, rows, counts = self.kv_cache[0], step.starts[-1], (self.heads, self.kv_heads, self.kv_heads)
+        pool, rows = self.kv_cache[0][:, : self._before.shape[1]], step.starts[-1]
+        counts = self.heads, len(self.own), len(self.own)
         if step.begins:
             pool[step.pages[step.begins]] = self._before.to(query.device)
         tokens = [
@@ -113,9 +120,20 @@ class CompressedAttention(nn.Module, MambaBase):
         out[:rows] = found[0].transpose(0, 1).flatten(1)
 
 
-def state_bytes(layer: CompressedLayer, length: int) -> int:
-    """Bytes of a layer's state, with room for so many tokens."""
-    return Layouts(layer.sizes, layer.head_dim, layer.value_dim, layer.bits).with_room(length).bytes
+def heads_of(kv_heads: int, rank: int, ranks: int) -> list[int]:
+    """The KV heads of a process of several that share a model, as vLLM divides them: a part of them, or one where there
+    are fewer than processes."""
+    own = max(kv_heads // ranks, 1)
+    first = rank * kv_heads // ranks
+    return list(range(first, first + own))
+
+
+def page_bytes(layer: CompressedLayer, length: int, ranks: int) -> int:
+    """Bytes of a page of a layer: its state with room for so many tokens, the largest in any process, as vLLM wants
+    pages of one size in all."""
+    parts = (layer.of_heads(heads_of(layer.kv_heads, rank, ranks)) for rank in range(ranks))
+    layouts = (Layouts(part.sizes, part.head_dim, part.value_dim, part.bits) for part in parts)
+    return max(layout.with_room(length).bytes for layout in layouts)
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, out: Tensor, layer_name: str) -> None:

@@ -18,7 +18,7 @@ from dofla.errors import DoflaError
 from dofla.plans.layers import CompressedLayer
 from dofla.plans.plan import Plan
 from dofla.vllm.checkpoint import DoflaConfig
-from dofla.vllm.layer import CompressedAttention, state_bytes
+from dofla.vllm.layer import CompressedAttention, page_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -39,11 +39,12 @@ class _Compressed(TransformersForCausalLM, HasInnerState, SupportsMambaPrefixCac
         super()._create_attention_instances(prefix)
         exact = plan.prefill == "exact" or (plan.prefill == "auto" and self.device_config.device.type == "cuda")
         compressed, made, length = plan.compressed, [], self.model_config.max_model_len
+        rank, ranks = self.tp_group.rank_in_group, self.tp_group.world_size
         if plan.growing:
             logger.warning(
                 "%d KV heads hold every token: the cache of a request has room for %d tokens (--max-model-len) and "
                 "takes %s; with fewer, more requests fit",
-                *(plan.growing, length, size(sum(state_bytes(layer, length) for layer in compressed))),
+                *(plan.growing, length, size(sum(page_bytes(layer, length, ranks) for layer in compressed))),
             )
         for name, fuser in self.attention_fusers.values():
             if (layer := _layer_of(compressed, name)) is None:
@@ -52,10 +53,10 @@ class _Compressed(TransformersForCausalLM, HasInnerState, SupportsMambaPrefixCac
             context = self.compilation_config.static_forward_context
             del context[getattr(module, VLLM_ATTN_ATTR).layer_name]
             scaling = fuser.scale(module) or layer.head_dim**-0.5
-            heads = self.text_config.num_attention_heads
-            made.append(CompressedAttention(layer, heads, scaling, exact, own, length, context))
+            heads = self.text_config.num_attention_heads // ranks
+            made.append(CompressedAttention(layer, rank, ranks, heads, scaling, exact, own, length, context))
             setattr(module, VLLM_ATTN_ATTR, made[-1])
-        if len(made) < len(compressed):
+        if len(made) < len(compressed) and self.pp_group.world_size == 1:
             raise DoflaError(
                 f"the plan of the checkpoint has {len(compressed)} compressed layers, the model {len(made)} of them: "
                 "save the model again with this dofla"
@@ -66,7 +67,7 @@ class _Compressed(TransformersForCausalLM, HasInnerState, SupportsMambaPrefixCac
         """Refuse by name what is not supported.
 
         Raises:
-            DoflaError: a layer that has feature maps, or values of another size than keys; several GPUs for one model.
+            DoflaError: a layer that has feature maps, or values of another size than keys.
         """
         uneven = [layer.name for layer in plan.compressed if layer.head_dim != layer.value_dim]
         if plan.linear:
@@ -75,11 +76,6 @@ class _Compressed(TransformersForCausalLM, HasInnerState, SupportsMambaPrefixCac
             )
         if uneven:
             raise DoflaError(f"layer {uneven[0]} has values of another size than keys, which vLLM cannot serve")
-        if self.tp_group.world_size > 1 or self.pp_group.world_size > 1:
-            raise DoflaError(
-                "a compressed model is on one GPU: leave out --tensor-parallel-size and --pipeline-parallel-size, and "
-                "take --data-parallel-size for several"
-            )
 
 
 class DoflaForCausalLM(_Compressed, IsAttentionFree):
@@ -98,10 +94,11 @@ class DoflaHybridForCausalLM(_Compressed, IsHybrid):
 
     @classmethod
     def get_mamba_state_shape_from_config(cls, vllm_config: VllmConfig) -> tuple[tuple[int, ...], ...]:
-        """The state of the largest layer, after which vLLM sizes the pages of all."""
+        """The largest state of a layer in any process, after which vLLM sizes the pages of all."""
         assert isinstance(vllm_config.quant_config, DoflaConfig)
-        length = vllm_config.model_config.max_model_len
-        return ((max(state_bytes(layer, length) for layer in vllm_config.quant_config.plan.compressed),),)
+        length, ranks = vllm_config.model_config.max_model_len, vllm_config.parallel_config.tensor_parallel_size
+        layers = vllm_config.quant_config.plan.compressed
+        return ((max(page_bytes(layer, length, ranks) for layer in layers),),)
 
     @classmethod
     def get_mamba_state_dtype_from_config(cls, vllm_config: VllmConfig) -> tuple[torch.dtype, ...]:

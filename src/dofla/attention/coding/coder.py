@@ -151,6 +151,14 @@ class Coder(nn.Module):
         self.middle.copy_(torch.einsum("hij,hj->hi", whole_turn, self.mean.double()))
         self.bits.copy_(torch.tensor(spread(variance.tolist(), self.mean_bits)))
 
+    @torch.no_grad()
+    def take(self, other: Coder, heads: Sequence[int]) -> None:
+        """Take the constants of some KV heads of another coder."""
+        *of_heads, bits = zip(self._rows.cut(self.constants), other._rows.cut(other.constants), strict=True)
+        for own, others in of_heads:
+            own.copy_(others[list(heads)])
+        bits[0].copy_(bits[1])
+
     @property
     def starts(self) -> list[int]:
         """Where the constants begin in their row, from :attr:`rotation` to :attr:`bits`."""

@@ -1,5 +1,7 @@
 """Keys without what quantization spends its levels on: a constant vector, and channels larger than others."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 
@@ -47,6 +49,12 @@ class KeySmoothing(nn.Module):
         """Leave keys and queries as they are."""
         self.mean.zero_()
         self.scale.fill_(1)
+
+    @torch.no_grad()
+    def take(self, other: "KeySmoothing", heads: Sequence[int]) -> None:
+        """Take the mean and scale of some KV heads of another one."""
+        self.mean.copy_(other.mean[list(heads)])
+        self.scale.copy_(other.scale[list(heads)])
 
     @property
     def is_calibrated(self) -> bool:
