@@ -7,7 +7,9 @@ Run it in an environment with vLLM (``nox -s vllm`` makes one). COMPRESSED is a 
 of a compressed model, ORIGINAL that of the model before. All clients ask at once, each with a text of its own; each
 cell is the median over ``--rounds``, after one round of the first cell that is not counted. The models take turns, each
 in a process of its own. ``--kv-cache-dtype fp8`` adds vLLM's fp8 cache, where the device has it. Sequences that fit are
-those of the longest length in ``--space`` GiB.
+those of the longest length in ``--space`` GiB. With ``--shared`` all prompts begin with the same tokens, which were
+read before; models that keep known prefixes stand beside dofla without, to which the ratios are. ``--ngram`` adds dofla
+with as many candidates from the text, and prompts are then texts that repeat.
 """
 
 from __future__ import annotations
@@ -33,6 +35,8 @@ def main(
     most: Annotated[int | None, typer.Option(help="Leave out cells with more prompt tokens, of all clients.")] = None,
     space: Annotated[int, typer.Option(min=1, help="GiB of cache on a CPU.")] = 1,
     kv_cache_dtype: Annotated[list[str] | None, typer.Option(help="More caches of the original; repeatable.")] = None,
+    shared: Annotated[int, typer.Option(help="Tokens with which all prompts begin, known before.")] = 0,
+    ngram: Annotated[int, typer.Option(help="Candidates of speculative decoding.")] = 0,
     worker: Annotated[str | None, typer.Option(hidden=True)] = None,
 ) -> None:
     clients, lengths = clients or [1, 8, 32], length or [512, 2048]
@@ -40,12 +44,19 @@ def main(
     if not cells:
         raise typer.BadParameter(f"--most {most} leaves nothing out of {clients} clients and {lengths} tokens")
     if worker is not None:
-        return measure(**json.loads(worker), cells=cells, new_tokens=new_tokens, rounds=rounds)
+        return measure(
+            **json.loads(worker), cells=cells, new_tokens=new_tokens, rounds=rounds, shared=shared, repeats=ngram > 0
+        )
     kinds = {"dofla": (compressed, "auto"), "vLLM's cache": (original, "auto")}
     kinds |= {f"vLLM's {name} cache": (original, name) for name in kv_cache_dtype or []}
+    tasks = {name: {"model": model, "dtype": dtype, "known": shared > 0} for name, (model, dtype) in kinds.items()}
+    if shared:
+        tasks["dofla, prefixes read"] = {"model": compressed, "dtype": "auto", "known": False}
+    if ngram:
+        tasks["dofla, candidates"] = {"model": compressed, "dtype": "auto", "known": False, "candidates": ngram}
     found = {}
-    for name, (model, dtype) in kinds.items():
-        task = json.dumps({"model": model, "dtype": dtype})
+    for name, own in tasks.items():
+        task = json.dumps(own)
         environment = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": str(space)}
         run = subprocess.run(
             [sys.executable, *sys.argv, "--worker", task],
@@ -60,7 +71,7 @@ def main(
         print(f"| {name} | {of['bytes'] / 1024:.0f} | {of['sequences']} |")
     print("\n| clients | prompt | cache | tokens a second | time to first token |\n|---|---|---|---|---|")
     for count, tokens in cells:
-        base = found["vLLM's cache"]["cells"][f"{count} {tokens}"]
+        base = found["dofla, prefixes read" if shared else "vLLM's cache"]["cells"][f"{count} {tokens}"]
         for name, of in found.items():
             cell = of["cells"][f"{count} {tokens}"]
             times = f"{cell['first']:.2f} s ({cell['first'] / base['first']:.2f} x)"
@@ -68,21 +79,43 @@ def main(
             print(f"| {count} | {tokens} | {name} | {speed} | {times} |", flush=True)
 
 
-def measure(model: str, dtype: str, cells: list[tuple[int, int]], new_tokens: int, rounds: int) -> None:
+def measure(
+    model: str,
+    dtype: str,
+    known: bool,
+    cells: list[tuple[int, int]],
+    new_tokens: int,
+    rounds: int,
+    shared: int,
+    repeats: bool,
+    candidates: int = 0,
+) -> None:
     """Print the figures of one model as JSON."""
     import torch
     from vllm import LLM, SamplingParams
     from vllm.v1.core.kv_cache_utils import get_max_concurrency_for_kv_cache_config
 
-    most, clients = max(tokens for _, tokens in cells) + new_tokens + 1, max(count for count, _ in cells)
-    llm = LLM(model, kv_cache_dtype=dtype, max_model_len=most, max_num_seqs=clients, enable_prefix_caching=False)
+    most, clients = shared + max(tokens for _, tokens in cells) + new_tokens + 1, max(count for count, _ in cells)
+    options = {"max_model_len": most, "max_num_seqs": clients, "enable_prefix_caching": known}
+    if candidates:
+        options["speculative_config"] = {
+            "method": "ngram",
+            "num_speculative_tokens": candidates,
+            "prompt_lookup_max": 4,
+            "prompt_lookup_min": 2,
+        }
+    llm = LLM(model, kv_cache_dtype=dtype, **options)
     engine, sampling = llm.llm_engine, SamplingParams(max_tokens=new_tokens, min_tokens=new_tokens, temperature=0)
     generator, found = torch.Generator().manual_seed(0), {}
     vocabulary = engine.model_config.get_vocab_size()
+    prefix = torch.randint(vocabulary // 2, (shared,), generator=generator).tolist()
 
     def answer(count: int, length: int, name: str) -> tuple[float, float]:
         """Tokens a second, and the median time to the first token."""
-        prompts = torch.randint(vocabulary // 2, (count, length), generator=generator).tolist()
+        prompts = torch.randint(vocabulary // 2, (count, length), generator=generator)
+        if repeats:
+            prompts[:, length // 2 :] = prompts[:, : length - length // 2]
+        prompts = [prefix + prompt for prompt in prompts.tolist()]
         start, first = time.perf_counter(), {}
         for number, prompt in enumerate(prompts):
             engine.add_request(f"{name} {number}", {"prompt_token_ids": prompt}, sampling)

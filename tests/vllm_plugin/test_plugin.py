@@ -8,6 +8,8 @@ from vllm import LLM, SamplingParams
 from dofla.vllm.layer import heads_of, page_bytes
 from dofla.vllm.model import DoflaForCausalLM, DoflaHybridForCausalLM
 
+NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+DRAFTED = {"method": "draft_model", "num_speculative_tokens": 2}
 GREEDY = SamplingParams(max_tokens=12, min_tokens=12, temperature=0)
 
 
@@ -142,14 +144,35 @@ def test_weights_in_int8(int8, prompts):
         int8[1](n, tokens)
 
 
+@pytest.mark.parametrize("kind", ["compressed", "mixed"])
+@pytest.mark.slow
+def test_candidates_that_are_refused_leave_no_trace(kind, prompts, request, monkeypatch):
+    folder, longer = request.getfixturevalue(kind)[1], SamplingParams(max_tokens=40, min_tokens=40, temperature=0)
+    alone = engine(folder, max_num_batched_tokens=64)
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")  # once numba is imported, no other engine can be made
+    drafted = engine(folder, max_num_batched_tokens=64, speculative_config=NGRAM)
+    asked = prompts[::2] + [prompt[:30] * 4 + prompt[:11] for prompt in prompts[-4:]]
+    for _ in range(2):  # in pages that others have left, too
+        assert texts(drafted, asked, longer) == texts(alone, asked, longer)
+    steps = [0, 0]
+    for n, llm in enumerate((alone, drafted)):
+        llm.llm_engine.add_request(f"steps {n}", {"prompt_token_ids": asked[-1]}, longer)
+        while llm.llm_engine.has_unfinished_requests():
+            llm.llm_engine.step()
+            steps[n] += 1
+    assert steps[1] < steps[0]
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}, "cannot take back tokens"),
+        ({"speculative_config": DRAFTED}, "cannot have that of a draft model .'draft_model'.: give"),
         ({"kv_transfer_config": {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}}, "not moved between"),
     ],
 )
-def test_what_a_state_cannot_do_is_refused(compressed, options, words):
+def test_what_a_state_cannot_do_is_refused(compressed, plain, options, words):
+    if "speculative_config" in options:
+        options["speculative_config"]["model"] = str(plain[1])
     with pytest.raises(Exception, match=words):
         engine(compressed[1], **options)
 

@@ -15,7 +15,7 @@ from dofla.attention.layout import Layouts
 from dofla.layers import layer_of, read_pages, take_heads
 from dofla.plans.layers import CompressedLayer
 from dofla.vllm import BACKEND
-from dofla.vllm.metadata import CompressedCacheMetadata, StateSpec
+from dofla.vllm.metadata import StateSpec
 
 
 class CompressedAttention(nn.Module, MambaBase):
@@ -76,6 +76,7 @@ class CompressedAttention(nn.Module, MambaBase):
             page_size_padded=cache.mamba_page_size_padded,
             mamba_type=self.mamba_type,
             mamba_cache_mode=cache.mamba_cache_mode,
+            num_speculative_blocks=vllm_config.num_speculative_tokens,  # type: ignore[attr-defined]
         )
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
@@ -99,25 +100,28 @@ class CompressedAttention(nn.Module, MambaBase):
         if metadata is None:  # a run that only measures memory
             out.zero_()
             return
-        step: CompressedCacheMetadata = metadata[self.prefix]
-        pool, rows = self.kv_cache[0][:, : self._before.shape[1]], step.starts[-1]
-        counts = self.heads, len(self.own), len(self.own)
-        if step.begins:
-            pool[step.pages[step.begins]] = self._before.to(query.device)
-        tokens = [
-            x[:rows].unflatten(-1, (count, -1)).transpose(0, 1).unsqueeze(0)  # [1, heads, rows, d]
-            for x, count in zip((query, key, value), counts, strict=True)
-        ]
-        found = read_pages(
-            self.layer,
-            *tokens,
-            scaling=self.scaling,
-            pool=pool,
-            pages=step.pages,
-            starts=step.starts,
-            exact=self.exact_prefill,
-        )
-        out[:rows] = found[0].transpose(0, 1).flatten(1)
+        pool, counts = self.kv_cache[0][:, : self._before.shape[1]], (self.heads, len(self.own), len(self.own))
+        for step in metadata[self.prefix]:
+            sources, targets = step.copies
+            if targets:
+                pool[targets] = pool[sources]
+            if len(step.begins):
+                pool[step.begins] = self._before.to(query.device)
+            rows = slice(step.starts[-1]) if step.rows is None else step.rows
+            tokens = [
+                x[rows].unflatten(-1, (count, -1)).transpose(0, 1).unsqueeze(0)  # [1, heads, rows, d]
+                for x, count in zip((query, key, value), counts, strict=True)
+            ]
+            found = read_pages(
+                self.layer,
+                *tokens,
+                scaling=self.scaling,
+                pool=pool,
+                pages=step.pages,
+                starts=step.starts,
+                exact=self.exact_prefill,
+            )
+            out[rows] = found[0].transpose(0, 1).flatten(1)
 
 
 def heads_of(kv_heads: int, rank: int, ranks: int) -> list[int]:

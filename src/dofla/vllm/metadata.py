@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import Any
 
+import torch
 from torch import Tensor
 from vllm.v1.attention.backend import AttentionBackend, AttentionMetadataBuilder, CommonAttentionMetadata
 from vllm.v1.attention.backends.utils import mamba_get_block_table_tensor
 from vllm.v1.kv_cache_interface import KVCacheSpec, MambaSpec
+
+from dofla.errors import DoflaError
 
 
 @dataclass(frozen=True)
@@ -21,39 +25,88 @@ class StateSpec(MambaSpec):
 
 
 @dataclass
-class CompressedCacheMetadata:
-    """Requests of a batch, those that decode one token first.
+class Round:
+    """Tokens that are read at once: of each request one, or all.
 
     Attributes:
-        pages: of each request [n], int64.
-        starts: row of each request's first token, and the number of rows [n + 1].
-        begins: numbers of the requests whose first tokens these are.
+        pages: of the states of the requests [n], int64.
+        starts: place of each request's first token among those of the round, and their number [n + 1]; requests with
+            one token come first.
+        rows: of these tokens in the batch [tokens], int64; None for all from the first on.
+        copies: pages to be copied before, and where to.
+        begins: pages of the requests whose first tokens these are.
     """
 
     pages: Tensor
     starts: list[int]
-    begins: list[int]
+    rows: Tensor | None
+    copies: tuple[list[int], list[int]]
+    begins: Tensor | list[int]
 
 
-class CompressedCacheBuilder(AttentionMetadataBuilder[CompressedCacheMetadata]):
-    """Makes the metadata of a step, once for all layers."""
+class CompressedCacheBuilder(AttentionMetadataBuilder[list[Round]]):
+    """Makes the metadata of a step, once for all layers: the rounds in which its tokens are read.
+
+    With speculative decoding a request has a page for each token that it may be given at once, and the state after each
+    in another: the next step goes on from that after the last accepted one, which is known by its number of tokens.
+    """
 
     kv_cache_spec: MambaSpec
-    reorder_batch_threshold: int = 1
 
-    def __init__(self, *args: Any, **options: Any) -> None:  # abstract in the base class, which does all of it
+    def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
+        self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
+        self._tokens: dict[int, int] = {}  # of the state in each page, where requests have several
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
-    ) -> CompressedCacheMetadata:
+    ) -> list[Round]:
         common, mode = common_attn_metadata, self.vllm_config.cache_config.mamba_cache_mode
-        pages = mamba_get_block_table_tensor(common.block_table_tensor, common.seq_lens, self.kv_cache_spec, mode)
-        requests = common.num_reqs
-        starts = common.query_start_loc_cpu[: requests + 1].tolist()
-        lengths = common.seq_lens[:requests].tolist()
-        begins = [n for n, length in enumerate(lengths) if length == starts[n + 1] - starts[n]]
-        return CompressedCacheMetadata(pages[:requests, 0].long(), starts, begins)
+        table = mamba_get_block_table_tensor(common.block_table_tensor, common.seq_lens, self.kv_cache_spec, mode)
+        starts = common.query_start_loc_cpu[: common.num_reqs + 1].tolist()
+        new = [last - first for first, last in pairwise(starts)]
+        before = [length - own for length, own in zip(common.seq_lens[: len(new)].tolist(), new, strict=True)]
+        most = 1 + self.kv_cache_spec.num_speculative_blocks
+        if most == 1:
+            pages = table[: len(new), 0].long()
+            return [Round(pages, starts, None, ([], []), pages[[n for n, tokens in enumerate(before) if not tokens]])]
+        rounds, tables = [], table[: len(new), :most].tolist()
+        for place in range(most):
+            # One token after the other, unless there are more than can be candidates.
+            rows = {
+                n: range(starts[n] + place, starts[n + 1] if tokens > most else starts[n] + place + 1)
+                for n, tokens in enumerate(new)
+                if place < tokens <= most or (tokens > most and not place)
+            }
+            if rows:
+                rounds.append(self._round(tables, place, before, rows))
+        return rounds
+
+    def _round(self, tables: list[list[int]], place: int, before: list[int], rows: dict[int, range]) -> Round:
+        """The states of these requests, by their rows, go from page ``place`` - 1, or where they are, to ``place``."""
+        order = sorted(rows, key=lambda n: len(rows[n]) > 1)
+        pages, copies, begins = [], {}, []
+        for n in order:
+            own = tables[n]
+            pages.append(own[place])
+            if not before[n] + place:
+                begins.append(own[0])
+            elif (source := own[place - 1] if place else self._after(before[n], own)) != own[place]:
+                copies[own[place]] = source
+            for page in own if not place else ():
+                self._tokens.pop(page, None)
+            self._tokens[own[place]] = before[n] + place + len(rows[n])
+        starts = [0, *accumulate(len(rows[n]) for n in order)]
+        places = torch.tensor([row for n in order for row in rows[n]], device=self.device)
+        turned = list(copies.values()), list(copies)
+        return Round(torch.tensor(pages, device=self.device), starts, places, turned, begins)
+
+    def _after(self, tokens: int, pages: list[int]) -> int:
+        """Which of these pages holds the state after so many tokens."""
+        found = [page for page in pages if self._tokens.get(page) == tokens]
+        if not found:
+            raise DoflaError(f"no page holds the state after {tokens} tokens, which are those that vLLM has accepted")
+        return found[0]
 
 
 class CompressedCacheBackend(AttentionBackend):
