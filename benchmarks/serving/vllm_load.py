@@ -1,4 +1,4 @@
-"""Many clients of ``vllm serve`` for some minutes: is a request lost, does memory grow, do answers differ from those alone?
+"""Many clients of ``vllm serve`` for some minutes: are requests lost, does memory grow, do answers differ from alone?
 
     python benchmarks/serving/vllm_load.py FOLDER --minutes 10
     python benchmarks/serving/vllm_load.py FOLDER --minutes 3 -- --tensor-parallel-size 2 --enable-prefix-caching
