@@ -7,6 +7,7 @@ from vllm import LLM, SamplingParams
 
 from dofla.vllm.layer import heads_of, page_bytes
 from dofla.vllm.model import DoflaForCausalLM, DoflaHybridForCausalLM
+from dofla.vllm.plugin import register
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
 DRAFTED = {"method": "draft_model", "num_speculative_tokens": 2}
@@ -212,3 +213,11 @@ def test_features_are_refused(features):
 def test_other_models_are_those_of_vllm(plain):
     made = engine(plain[1])
     assert not isinstance(model_of(made), DoflaForCausalLM | DoflaHybridForCausalLM)
+
+
+def test_an_old_vllm_gets_a_message(monkeypatch, caplog):
+    monkeypatch.setattr("vllm.__version__", "0.31.2+cpu")
+    monkeypatch.setattr("vllm.__version_tuple__", (0, 31, 2, "cpu"))
+    monkeypatch.setattr("vllm.model_executor.models.ModelRegistry.models", {})
+    register()
+    assert "need vLLM 0.32 or newer, this is 0.31.2+cpu: install it anew" in caplog.text

@@ -1,14 +1,27 @@
 """The entry point of vLLM's plug-ins: it makes the models, the cache and the checkpoints of dofla known."""
 
+import logging
 from functools import wraps
 from typing import Any
 
 from dofla.plans.layers import SoftmaxLayer
 from dofla.vllm import ARCHITECTURE, BACKEND, HYBRID, METHOD
 
+logger = logging.getLogger(__name__)
+LEAST = (0, 32)
+"""The oldest vLLM that the plug-in is tested with."""
+
 
 def register() -> None:
-    """Register with vLLM, in each of its processes; a second call changes nothing."""
+    """Register with vLLM, in each of its processes; a second call changes nothing. A vLLM that is too old gets a
+    message instead, which stands above its own that it does not know such checkpoints."""
+    import vllm
+
+    if vllm.__version_tuple__[:2] < LEAST:
+        logger.error(
+            "compressed models need vLLM %d.%d or newer, this is %s: install it anew", *LEAST, vllm.__version__
+        )
+        return
     from vllm.config import CompilationConfig, ModelConfig
     from vllm.model_executor.models import ModelRegistry
     from vllm.model_executor.models.config import MODELS_CONFIG_MAP
