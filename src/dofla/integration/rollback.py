@@ -51,7 +51,9 @@ class History:
         if not self._parts or self._parts[-1].tokens >= LEAST:
             before = None if states is None else [state.copy() for state in states]
             self._parts = [*self._parts[-1:], _Since(before)]
-        self._parts[-1].calls.append((vectors, read))
+        query, key, value, weight = vectors
+        kept = query.clone(), key.clone(), value.clone(), weight  # not those of a whole prompt
+        self._parts[-1].calls.append((kept, read))
 
     def before(self, tokens: int) -> Sequence[Tensors] | None:
         """The states before the last ``tokens``, which can be asked for once; ValueError with the number of those that
