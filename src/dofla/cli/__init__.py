@@ -10,6 +10,7 @@ import traceback
 from typing import Annotated, NoReturn
 
 import typer
+from typer import Option
 
 from dofla import __version__
 from dofla.cli.chat import chat
@@ -46,9 +47,7 @@ def _version(wanted: bool) -> None:
 @app.callback()
 def options(
     ctx: typer.Context,
-    version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
-    ] = False,
+    version: Annotated[bool, Option("--version", callback=_version, is_eager=True, help="Print the version.")] = False,
     verbose: Verbose = False,
     quiet: Quiet = False,
     json: Json = False,

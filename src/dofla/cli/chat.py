@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from typing import Annotated, Any
 
-import typer
+from typer import Option
 
 from dofla.cli.options import COMPRESSED, DRAWS, Device, Given, ModelArgument, set_seed
 from dofla.cli.verb import current_view
@@ -16,9 +16,9 @@ _HELP = "/reset begins anew, /stats shows the cache, /exit leaves; Ctrl-C stops 
 
 def chat(
     model: ModelArgument,
-    new_tokens: Annotated[int, typer.Option(help="Maximum number of tokens of an answer.")] = 512,
-    sample: Annotated[bool, typer.Option("--sample", help="Sample; default: the model's generation settings.")] = False,
-    system: Annotated[str | None, typer.Option(help="System message; default: none.")] = None,
+    new_tokens: Annotated[int, Option(help="Maximum number of tokens of an answer.")] = 512,
+    sample: Annotated[bool, Option("--sample", help="Sample; default: the model's generation settings.")] = False,
+    system: Annotated[str | None, Option(help="System message; default: none.")] = None,
     device: Device = None,
     opening: Given = COMPRESSED,
     draws: Given = DRAWS,

@@ -4,7 +4,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
+from typer import Option
 
 from dofla.cli.common import calibration_windows, following, windows_from, written
 from dofla.cli.options import (
@@ -30,7 +30,7 @@ from dofla.errors import DoflaError
 
 def check(
     model: ModelArgument,
-    size: Annotated[list[str] | None, typer.Option(help="Size of the compressed cache, as 1.5MiB; repeatable.")] = None,
+    size: Annotated[list[str] | None, Option(help="Size of the compressed cache, as 1.5MiB; repeatable.")] = None,
     ratio: Ratio = None,
     settings: Given = Function("runs/check.py", "check", ("sizes",)),
 ) -> dict[str, Any]:
@@ -52,7 +52,7 @@ def check(
 def calibrate(
     model: ModelArgument,
     data: SelfData = "sample",
-    out: Annotated[Path, typer.Option(help="File to write; it must be new.", callback=new_file)] = Path(
+    out: Annotated[Path, Option(help="File to write; it must be new.", callback=new_file)] = Path(
         "calibration.safetensors"
     ),
     device: Device = None,
@@ -84,22 +84,22 @@ def compress(
     model: ModelArgument,
     out: Annotated[
         Path | None,
-        typer.Option(help="Folder for the whole model, as from_pretrained opens it; new.", callback=new_folder),
+        Option(help="Folder for the whole model, as from_pretrained opens it; new.", callback=new_folder),
     ] = None,
     adapter: Annotated[
-        Path | None, typer.Option(help="Folder for an adapter instead, which names its base; new.", callback=new_folder)
+        Path | None, Option(help="Folder for an adapter instead, which names its base; new.", callback=new_folder)
     ] = None,
     size: Size = None,
     ratio: Ratio = None,
     calibration: Annotated[
         Path | None,
-        typer.Option(
+        Option(
             help="File from dofla calibrate; default: a known one, or --data sample.",
             callback=existing("a calibration"),
         ),
     ] = None,
-    data: Annotated[str | None, typer.Option(help=f"Calibration text: {DATA}.", callback=source)] = None,
-    no_evict: Annotated[bool, typer.Option("--no-evict", hidden=True)] = False,
+    data: Annotated[str | None, Option(help=f"Calibration text: {DATA}.", callback=source)] = None,
+    no_evict: Annotated[bool, Option("--no-evict", hidden=True)] = False,
     device: Device = None,
     opening: Given = ORIGINAL,
     text: Given = text_of(),
@@ -166,22 +166,18 @@ def frontier(
     data: SelfData = "sample",
     text: Annotated[
         list[str] | None,
-        typer.Option(
-            help="Evaluation text, as --data; repeatable; default: the held-out part of --data.", callback=source
-        ),
+        Option(help="Evaluation text, as --data; repeatable; default: the held-out part of --data.", callback=source),
     ] = None,
-    lengths: Annotated[
-        list[int] | None, typer.Option(help="Length of a window, in tokens; repeatable; default 512.")
-    ] = None,
+    lengths: Annotated[list[int] | None, Option(help="Length of a window, in tokens; repeatable; default 512.")] = None,
     sizes: Annotated[
-        list[str] | None, typer.Option(help="Cache size to try, as 1.5MiB; repeatable; default: five sizes.")
+        list[str] | None, Option(help="Cache size to try, as 1.5MiB; repeatable; default: five sizes.")
     ] = None,
     target: Annotated[
-        float | None, typer.Option(help="Largest acceptable loss increase, in nats per token; default: none.")
+        float | None, Option(help="Largest acceptable loss increase, in nats per token; default: none.")
     ] = None,
     out: Annotated[
         Path | None,
-        typer.Option(help="Folder to write adapters, figures and the report to; it must be new.", callback=new_folder),
+        Option(help="Folder to write adapters, figures and the report to; it must be new.", callback=new_folder),
     ] = None,
     device: Device = None,
     opening: Given = IN_MEMORY,

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
+from typer import Argument, Option
 
 from dofla.cli.settings import Function
 from dofla.errors import DoflaError
@@ -77,25 +77,25 @@ def new_folder(path: Path | None) -> Path | None:
 
 
 ModelArgument = Annotated[
-    str, typer.Argument(metavar="MODEL", help="Folder, hub name, 'demo', or package:NAME/FOLDER.", callback=_model)
+    str, Argument(metavar="MODEL", help="Folder, hub name, 'demo', or package:NAME/FOLDER.", callback=_model)
 ]
 CompressedModel = Annotated[
-    str, typer.Argument(metavar="MODEL", help="Folder or hub name of a compressed model or adapter.", callback=_model)
+    str, Argument(metavar="MODEL", help="Folder or hub name of a compressed model or adapter.", callback=_model)
 ]
 DATA = "a file (text, JSONL, Parquet, tokens), a datasets name, demo, sample, or self (the model's samples)"
-Data = Annotated[str, typer.Option(help=f"Text: {DATA}.", callback=source)]
-SelfData = Annotated[str, typer.Option(help=f"Calibration text: {DATA}.", callback=source)]
-Length = Annotated[int, typer.Option(help="Length of a window, in tokens.")]
-Windows = Annotated[int, typer.Option(help="Number of windows, at most.")]
+Data = Annotated[str, Option(help=f"Text: {DATA}.", callback=source)]
+SelfData = Annotated[str, Option(help=f"Calibration text: {DATA}.", callback=source)]
+Length = Annotated[int, Option(help="Length of a window, in tokens.")]
+Windows = Annotated[int, Option(help="Number of windows, at most.")]
 Device = Annotated[
-    str | None, typer.Option(help="Device: cpu, cuda, cuda:1, mps, or auto (a GPU if there is one); default cpu.")
+    str | None, Option(help="Device: cpu, cuda, cuda:1, mps, or auto (a GPU if there is one); default cpu.")
 ]
-Lambda = Annotated[float, typer.Option("--lambda", help="Regularization λ of the degrees of freedom.")]
-Size = Annotated[str | None, typer.Option(help="Size of the compressed cache per sequence, as 1.5MiB.")]
+Lambda = Annotated[float, Option("--lambda", help="Regularization λ of the degrees of freedom.")]
+Size = Annotated[str | None, Option(help="Size of the compressed cache per sequence, as 1.5MiB.")]
 Ratio = Annotated[
-    float | None, typer.Option(help="Compression factor instead of a size, against a bfloat16 cache; default 16.")
+    float | None, Option(help="Compression factor instead of a size, against a bfloat16 cache; default 16.")
 ]
-Out = Annotated[Path, typer.Option(help="Folder to write; it must be new.", callback=new_folder)]
+Out = Annotated[Path, Option(help="Folder to write; it must be new.", callback=new_folder)]
 
 Given = Any
 """Type of a verb's parameter that is filled by ``--set``; its default is the :class:`Function` that has the fields."""

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
+from typer import Argument, Option
 
 from dofla.cli.common import following, windows_from, written
 from dofla.cli.options import (
@@ -72,27 +72,23 @@ def profile(
 
 def allocate(
     profile: Annotated[
-        Path, typer.Argument(metavar="PROFILE", help="Folder written by dofla profile.", callback=existing("a profile"))
+        Path, Argument(metavar="PROFILE", help="Folder written by dofla profile.", callback=existing("a profile"))
     ],
-    out: Annotated[Path, typer.Option(help="Plan to write (JSON); it must be new.", callback=new_file)] = Path(
-        "plan.json"
-    ),
-    budget: Annotated[int, typer.Option(help="Features per KV head, averaged over layers.")] = 64,
+    out: Annotated[Path, Option(help="Plan to write (JSON); it must be new.", callback=new_file)] = Path("plan.json"),
+    budget: Annotated[int, Option(help="Features per KV head, averaged over layers.")] = 64,
     strategy: Annotated[
-        str, typer.Option(help="Strategy: hybrid, measured (with --curves), or the paper's fixed, dof, dof_clip.")
+        str, Option(help="Strategy: hybrid, measured (with --curves), or the paper's fixed, dof, dof_clip.")
     ] = "hybrid",
     feature_map: Annotated[
-        str | None, typer.Option(help="Feature map of linear layers; default mlp, prf with the paper's strategies.")
+        str | None, Option(help="Feature map of linear layers; default mlp, prf with the paper's strategies.")
     ] = None,
     curves: Annotated[
         Path | None,
-        typer.Option(
-            help="Error curves (JSON) from dofla curves.", callback=existing("error curves, from dofla curves")
-        ),
+        Option(help="Error curves (JSON) from dofla curves.", callback=existing("error curves, from dofla curves")),
     ] = None,
     context: Annotated[
         int | None,
-        typer.Option(help="Context length at which a layer may keep softmax, in tokens (measured); default: none may."),
+        Option(help="Context length at which a layer may keep softmax, in tokens (measured); default: none may."),
     ] = None,
     settings: Given = Function("plans/allocate.py", "allocate", (), {"lam": DEFAULT_LAMBDA}),
 ) -> dict[str, Any]:
@@ -114,10 +110,10 @@ def allocate(
 def curves(
     model: ModelArgument,
     data: Data,
-    out: Annotated[
-        Path, typer.Option(help="Error curves to write (JSON); the file must be new.", callback=new_file)
-    ] = Path("curves.json"),
-    budget: Annotated[int, typer.Option(help="Features per KV head: the middle of the sizes tried.")] = 64,
+    out: Annotated[Path, Option(help="Error curves to write (JSON); the file must be new.", callback=new_file)] = Path(
+        "curves.json"
+    ),
+    budget: Annotated[int, Option(help="Features per KV head: the middle of the sizes tried.")] = 64,
     windows: Windows = 64,
     length: Length = 512,
     device: Device = None,
@@ -146,14 +142,12 @@ def curves(
 
 def distill(
     model: ModelArgument,
-    plan: Annotated[Path, typer.Option(help="Plan (JSON) from dofla allocate.", callback=existing("a plan"))],
+    plan: Annotated[Path, Option(help="Plan (JSON) from dofla allocate.", callback=existing("a plan"))],
     data: Data,
-    out: Annotated[
-        Path, typer.Option(help="Folder for checkpoints and the adapter, where an interrupted run resumes.")
-    ],
+    out: Annotated[Path, Option(help="Folder for checkpoints and the adapter, where an interrupted run resumes.")],
     windows: Windows = 1000,
     length: Length = 512,
-    epochs: Annotated[int, typer.Option(help="Passes over the windows.")] = 1,
+    epochs: Annotated[int, Option(help="Passes over the windows.")] = 1,
     device: Device = None,
     opening: Given = IN_MEMORY,
     text: Given = text_of(),
@@ -217,11 +211,9 @@ def _recipe(given: Path) -> Path:
 def run(
     recipe: Annotated[
         Path,
-        typer.Argument(metavar="RECIPE", help=f"YAML file, or a bundled recipe: {', '.join(NAMES)}.", callback=_recipe),
+        Argument(metavar="RECIPE", help=f"YAML file, or a bundled recipe: {', '.join(NAMES)}.", callback=_recipe),
     ],
-    out: Annotated[
-        Path | None, typer.Option(help="Folder, where an interrupted run resumes; default runs/RECIPE.")
-    ] = None,
+    out: Annotated[Path | None, Option(help="Folder, where an interrupted run resumes; default runs/RECIPE.")] = None,
     device: Device = None,
     changes: Given = RECIPE,
 ) -> dict[str, Any]:
@@ -230,7 +222,7 @@ def run(
 
 
 def demo(
-    out: Annotated[Path, typer.Option(help="Folder, where an interrupted run resumes.")] = Path("runs/demo"),
+    out: Annotated[Path, Option(help="Folder, where an interrupted run resumes.")] = Path("runs/demo"),
     device: Device = None,
     changes: Given = ONE_OF_DEMO,
 ) -> dict[str, Any]:
@@ -260,16 +252,12 @@ def _run(recipes: dict[str, Any], out: Path, device: str | None) -> dict[str, An
 
 
 def report(
-    runs: Annotated[
-        list[Path], typer.Argument(metavar="FOLDER", help="Folders written by dofla run or dofla frontier.")
-    ],
+    runs: Annotated[list[Path], Argument(metavar="FOLDER", help="Folders written by dofla run or dofla frontier.")],
     out: Annotated[
         Path | None,
-        typer.Option(help="HTML file to write; default: report.html in the run's folder, here for several runs."),
+        Option(help="HTML file to write; default: report.html in the run's folder, here for several runs."),
     ] = None,
-    speed: Annotated[
-        bool, typer.Option("--speed", help="Measure speed as well: 10 s per model; results are kept.")
-    ] = False,
+    speed: Annotated[bool, Option("--speed", help="Measure speed as well: 10 s per model; results are kept.")] = False,
 ) -> dict[str, Any]:
     """Write an HTML report on one or more runs.
 

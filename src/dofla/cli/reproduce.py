@@ -4,7 +4,7 @@ import shlex
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
+from typer import Option
 
 from dofla.cli.common import written
 from dofla.cli.options import Device, Given
@@ -20,13 +20,13 @@ _SMALL = "scale small: too small to rank methods"
 
 def reproduce(
     model: Annotated[
-        str, typer.Option(help="Model: gpt2, pythia-1b, smollm2-135m, minilm, demo, a folder or hub name.")
+        str, Option(help="Model: gpt2, pythia-1b, smollm2-135m, minilm, demo, a folder or hub name.")
     ] = "demo",
-    table: Annotated[list[str] | None, typer.Option(help=f"Table: {NAMES}; repeatable; default: all.")] = None,
-    seeds: Annotated[int, typer.Option(help="Number of random seeds, from 0.")] = 3,
-    scale: Annotated[str, typer.Option(help="Scale: full, or small (for a laptop).")] = "full",
+    table: Annotated[list[str] | None, Option(help=f"Table: {NAMES}; repeatable; default: all.")] = None,
+    seeds: Annotated[int, Option(help="Number of random seeds, from 0.")] = 3,
+    scale: Annotated[str, Option(help="Scale: full, or small (for a laptop).")] = "full",
     out: Annotated[
-        Path | None, typer.Option(help="Folder, where an interrupted run resumes; default runs/reproduce-MODEL-SCALE.")
+        Path | None, Option(help="Folder, where an interrupted run resumes; default runs/reproduce-MODEL-SCALE.")
     ] = None,
     device: Device = None,
     changes: Given = Sections([Study]),

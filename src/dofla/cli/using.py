@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+from typer import Option
 
 from dofla.cli.common import following, windows_from, written
 from dofla.cli.options import (
@@ -44,21 +44,21 @@ def _split(name: str | None) -> str | None:
 
 def evaluate(
     model: CompressedModel,
-    data: Annotated[str | None, typer.Option(help=f"Evaluation text: {DATA}.", callback=source)] = None,
+    data: Annotated[str | None, Option(help=f"Evaluation text: {DATA}.", callback=source)] = None,
     split: Annotated[
         str | None,
-        typer.Option(
+        Option(
             help="Part of the text: all, validation (held out) or train; default: all, or validation of a text that "
             "the model may have been made from.",
             callback=_split,
         ),
     ] = None,
     tasks: Annotated[
-        str | None, typer.Option(help="Tasks, comma-separated: JSONL files of multiple choice, or lm-eval names.")
+        str | None, Option(help="Tasks, comma-separated: JSONL files of multiple choice, or lm-eval names.")
     ] = None,
     windows: Windows = 64,
     length: Length = 512,
-    out: Annotated[Path | None, typer.Option(help="JSON file to write; it must be new.", callback=new_file)] = None,
+    out: Annotated[Path | None, Option(help="JSON file to write; it must be new.", callback=new_file)] = None,
     device: Device = None,
     opening: Given = COMPRESSED,
     text: Given = text_of(),
@@ -115,17 +115,15 @@ def _prompt(given: str | None) -> str:
 
 def generate(
     model: CompressedModel,
-    prompt: Annotated[
-        str | None, typer.Option(help="Text to continue; default: standard input.", callback=_prompt)
-    ] = None,
-    new_tokens: Annotated[int, typer.Option(help="Maximum number of new tokens.")] = 100,
-    sample: Annotated[bool, typer.Option("--sample", help="Sample instead of taking the likeliest token.")] = False,
-    chat: Annotated[bool, typer.Option("--chat", help="Apply the chat template to the prompt.")] = False,
+    prompt: Annotated[str | None, Option(help="Text to continue; default: standard input.", callback=_prompt)] = None,
+    new_tokens: Annotated[int, Option(help="Maximum number of new tokens.")] = 100,
+    sample: Annotated[bool, Option("--sample", help="Sample instead of taking the likeliest token.")] = False,
+    chat: Annotated[bool, Option("--chat", help="Apply the chat template to the prompt.")] = False,
     prompt_state: Annotated[
-        Path | None, typer.Option(help="Saved cache to continue from; created from --document if missing.")
+        Path | None, Option(help="Saved cache to continue from; created from --document if missing.")
     ] = None,
     document: Annotated[
-        Path | None, typer.Option(help="Text file to read into --prompt-state first.", callback=existing("a text"))
+        Path | None, Option(help="Text file to read into --prompt-state first.", callback=existing("a text"))
     ] = None,
     device: Device = None,
     opening: Given = COMPRESSED,
@@ -162,15 +160,15 @@ def generate(
 
 def serve(
     model: CompressedModel,
-    host: Annotated[str, typer.Option(help="Address to listen on.")] = "localhost",
-    port: Annotated[int, typer.Option(help="Port to listen on; 0: any free port.")] = 8000,
-    sessions: Annotated[int, typer.Option(help="Conversations whose cache is kept between turns.")] = 32,
-    at_once: Annotated[int, typer.Option(help="Maximum number of concurrent requests; 1 with --compile.")] = 16,
+    host: Annotated[str, Option(help="Address to listen on.")] = "localhost",
+    port: Annotated[int, Option(help="Port to listen on; 0: any free port.")] = 8000,
+    sessions: Annotated[int, Option(help="Conversations whose cache is kept between turns.")] = 32,
+    at_once: Annotated[int, Option(help="Maximum number of concurrent requests; 1 with --compile.")] = 16,
     compile: Annotated[
-        bool, typer.Option("--compile", help="Decode with torch.compile: faster, but the first request takes 30 s.")
+        bool, Option("--compile", help="Decode with torch.compile: faster, but the first request takes 30 s.")
     ] = False,
     api_key: Annotated[
-        str | None, typer.Option(envvar="DOFLA_API_KEY", help="Key that clients must send; default: none is needed.")
+        str | None, Option(envvar="DOFLA_API_KEY", help="Key that clients must send; default: none is needed.")
     ] = None,
     device: Device = None,
     opening: Given = COMPRESSED,

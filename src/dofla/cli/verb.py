@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
+from typer import Option
 from typer.core import TyperCommand
 
 from dofla.cli.options import OUTPUT
@@ -27,14 +28,10 @@ from dofla.storage.rank import is_main_process
 if TYPE_CHECKING:
     from dofla.runs.view import View
 
-Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Log every step.", rich_help_panel=OUTPUT)]
-Quiet = Annotated[
-    bool, typer.Option("--quiet", "-q", help="Only print errors and requested text.", rich_help_panel=OUTPUT)
-]
-Json = Annotated[bool, typer.Option("--json", help="Only print the result, as JSON.", rich_help_panel=OUTPUT)]
-Debug = Annotated[
-    bool, typer.Option("--debug", help="Log everything; show tracebacks of errors.", rich_help_panel=OUTPUT)
-]
+Verbose = Annotated[bool, Option("--verbose", "-v", help="Log every step.", rich_help_panel=OUTPUT)]
+Quiet = Annotated[bool, Option("--quiet", "-q", help="Only print errors and requested text.", rich_help_panel=OUTPUT)]
+Json = Annotated[bool, Option("--json", help="Only print the result, as JSON.", rich_help_panel=OUTPUT)]
+Debug = Annotated[bool, Option("--debug", help="Log everything; show tracebacks of errors.", rich_help_panel=OUTPUT)]
 
 
 @dataclass(frozen=True)
@@ -69,7 +66,7 @@ def current_view() -> View:
     return _VIEW.get()
 
 
-Set = Annotated[list[str] | None, typer.Option("--set", help="One of the fields below: field=value; repeatable.")]
+Set = Annotated[list[str] | None, Option("--set", help="One of the fields below: field=value; repeatable.")]
 
 
 class Verb(TyperCommand):
