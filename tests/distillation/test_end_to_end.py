@@ -51,8 +51,7 @@ def divergence(student, tokens):
 
 
 @pytest.mark.parametrize(
-    ("weights", "family"),
-    [("lora", "llama"), ("maps", "gpt2"), ("maps", "llama"), ("lora", "gpt_neox")],
+    ("weights", "family"), [("lora", "llama"), ("maps", "gpt2"), ("maps", "llama"), ("lora", "gpt_neox")]
 )
 def test_the_student_comes_closer_to_its_teacher(tiny, weights, family):
     student, tokens = student_of(tiny, teacher(family)), tiny.tokens(WINDOWS, LENGTH)
@@ -110,8 +109,7 @@ def test_the_loss_in_slices_has_the_gradient_of_the_loss(tiny, family, monkeypat
 
 
 @pytest.mark.parametrize(
-    ("weights", "dtype"),
-    [("lora", torch.float32), ("lora", torch.bfloat16), ("maps", torch.bfloat16)],
+    ("weights", "dtype"), [("lora", torch.float32), ("lora", torch.bfloat16), ("maps", torch.bfloat16)]
 )
 def test_teacher_and_original_stay_bit_for_bit(tiny, weights, dtype):
     student, tokens = student_of(tiny, tiny.llama(tie_word_embeddings=True).to(dtype)), tiny.tokens(WINDOWS, LENGTH)

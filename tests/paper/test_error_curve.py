@@ -7,13 +7,7 @@ import pytest
 import torch
 
 from dofla.paper import theory
-from dofla.paper.error_curve import (
-    METHODS,
-    best_rank_errors,
-    error_curve,
-    features_needed,
-    theorem_errors,
-)
+from dofla.paper.error_curve import METHODS, best_rank_errors, error_curve, features_needed, theorem_errors
 from dofla.paper.sampling import leverage_features
 from dofla.profiles.tolerance import DEFAULT_LAMBDA
 

@@ -36,12 +36,7 @@ class HybridState(Tensors, Generic[_Exact]):
 
 
 def attend(
-    call: Call,
-    features: Features,
-    state: HybridState[TokenBuffer] | None = None,
-    *,
-    window: int = 0,
-    sinks: int = 0,
+    call: Call, features: Features, state: HybridState[TokenBuffer] | None = None, *, window: int = 0, sinks: int = 0
 ) -> tuple[Tensor, HybridState[TokenBuffer] | None]:
     """Linear attention of new tokens to themselves and to the past held in ``state``.
 

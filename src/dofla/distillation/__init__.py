@@ -13,13 +13,4 @@ from dofla.distillation.losses import LOSSES
 from dofla.distillation.tracking import tracked
 from dofla.distillation.trials import measure_curves
 
-__all__ = [
-    "DIRECT",
-    "LOSSES",
-    "History",
-    "calibrate",
-    "distill",
-    "distill_end_to_end",
-    "measure_curves",
-    "tracked",
-]
+__all__ = ["DIRECT", "LOSSES", "History", "calibrate", "distill", "distill_end_to_end", "measure_curves", "tracked"]

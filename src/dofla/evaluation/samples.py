@@ -29,12 +29,7 @@ def prompts_of(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, new_tok
 
 
 def beginnings(
-    windows: TokenWindows,
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    prompts: int,
-    prompt_tokens: int,
-    new_tokens: int,
+    windows: TokenWindows, tokenizer: PreTrainedTokenizerBase, *, prompts: int, prompt_tokens: int, new_tokens: int
 ) -> list[Prompt]:
     """At most ``prompts`` prompts of ``prompt_tokens`` (fewer in shorter windows), one from each of the first windows:
     the beginning of a document, or of a sentence, if there is one. Padded windows that are too short are

@@ -13,7 +13,7 @@ from dofla.attention.constants import DECAY, LOG_ZERO
 from dofla.attention.drawn import ELEMENTS, LATELY, NEIGHBORS, Drawn, Line, first_tokens
 from dofla.attention.exact import merge
 
-KEYS, QUERIES = 64, 64
+KEYS, QUERIES = tl.constexpr(64), tl.constexpr(64)
 """Numbers of keys and queries in a block."""
 _NONE = tl.constexpr(-1e30)
 """Score of a token that does not count."""
@@ -57,7 +57,7 @@ def squares(
     """The sum over queries [B, H, L, d], those of the last L of P tokens, of the squares of their weights [B, Hkv, P],
     float32. Tokens count that are ``seen`` [B, Hkv, P], and at least ``nearest`` behind a query; normalizers are
     [B, H, L]. Each query counts less than the next by one part in ``decay``."""
-    grid = triton.cdiv(key.shape[2], KEYS), key.shape[0] * key.shape[1]
+    grid = triton.cdiv(key.shape[2], KEYS.value), key.shape[0] * key.shape[1]
     out = torch.empty(key.shape[:3], dtype=torch.float32, device=query.device)
     _launch(_squares[grid], (query, key, seen, normalizer, out), nearest, scaling, math.log1p(-1 / decay))
     return out
@@ -65,7 +65,7 @@ def squares(
 
 def normalizers(query: Tensor, key: Tensor, seen: Tensor, nearest: int, scaling: float) -> Tensor:
     """Log-normalizers [B, H, L], float32, over the tokens that count as for :func:`squares`; -inf without any."""
-    grid = triton.cdiv(query.shape[2], QUERIES), query.shape[0] * query.shape[1]
+    grid = triton.cdiv(query.shape[2], QUERIES.value), query.shape[0] * query.shape[1]
     out = torch.empty(query.shape[:3], dtype=torch.float32, device=query.device)
     _launch(_normalizers[grid], (query, key, seen, out), nearest, scaling)
     return out
@@ -74,29 +74,12 @@ def normalizers(query: Tensor, key: Tensor, seen: Tensor, nearest: int, scaling:
 def _launch(kernel: Callable[..., object], tensors: tuple[Tensor, ...], *numbers: float) -> None:
     query, key = tensors[:2]
     sizes = query.shape[1] // key.shape[1], query.shape[2], key.shape[2], key.shape[3]
-    blocks = {"DIM": max(16, triton.next_power_of_2(key.shape[3])), "KEYS": KEYS, "QUERIES": QUERIES}
     with torch.cuda.device_of(query):  # Triton launches on the current device
-        kernel(*(x.contiguous() for x in tensors), *sizes, *numbers, **blocks)
+        kernel(*(x.contiguous() for x in tensors), *sizes, *numbers, DIM=max(16, triton.next_power_of_2(key.shape[3])))
 
 
 @triton.jit
-def _squares(
-    query,
-    key,
-    seen,
-    normalizer,
-    out,
-    groups,
-    length,
-    tokens,
-    dim,
-    nearest,
-    scaling,
-    rate,
-    DIM: tl.constexpr,
-    KEYS: tl.constexpr,
-    QUERIES: tl.constexpr,
-):
+def _squares(query, key, seen, normalizer, out, groups, length, tokens, dim, nearest, scaling, rate, DIM: tl.constexpr):
     """One program per block of keys of a KV head, which walks through the queries that count for them."""
     block, unit = tl.program_id(0), tl.program_id(1).to(tl.int64)
     d, own, row = tl.arange(0, DIM), block * KEYS + tl.arange(0, KEYS), tl.arange(0, QUERIES)
@@ -126,21 +109,7 @@ def _squares(
 
 
 @triton.jit
-def _normalizers(
-    query,
-    key,
-    seen,
-    out,
-    groups,
-    length,
-    tokens,
-    dim,
-    nearest,
-    scaling,
-    DIM: tl.constexpr,
-    KEYS: tl.constexpr,
-    QUERIES: tl.constexpr,
-):
+def _normalizers(query, key, seen, out, groups, length, tokens, dim, nearest, scaling, DIM: tl.constexpr):
     """One program per block of queries of a head, which walks through the keys that they see."""
     block, unit = tl.program_id(0), tl.program_id(1).to(tl.int64)
     kv_unit = unit // groups
