@@ -220,17 +220,18 @@ def test_a_student_in_the_repository_opens_by_what_it_names(hub, pointer, tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("name", "match"), [("me/none", "the hub does not give it"), ("a/b/c", "is not a folder: pass")]
+    ("name", "match"),
+    [
+        ("me/none", "the hub does not give it"),
+        ("a/b/c", "is not a folder: pass"),
+        ("owner/base", "owner/base is neither an adapter nor a converted checkpoint"),
+    ],
 )
-def test_what_is_not_on_the_hub_is_refused_in_one_line(hub, name, match):
+@pytest.mark.usefixtures("base")
+def test_what_is_no_student_on_the_hub_is_refused_in_one_line(name, match):
     with pytest.raises(dofla.DoflaError, match=match) as caught:
         dofla.load(name)
     assert "\n" not in str(caught.value)
-
-
-def test_a_plain_model_of_the_hub_is_no_student(base):
-    with pytest.raises(dofla.DoflaError, match="owner/base is neither an adapter nor a converted checkpoint"):
-        dofla.load(base)
 
 
 def test_a_restored_model_is_pushed_as_any_other(hub):

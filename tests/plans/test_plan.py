@@ -167,59 +167,53 @@ def test_a_plan_edited_by_hand_is_what_the_model_becomes(tiny, tmp_path):
         plan["model.layers.2.self_attn"]
 
 
+FEATURES = [
+    ({"features": 0}, "features is 0"),
+    ({"features": 4.0}, "features is 4.0"),
+    ({"features": True}, "features is True"),
+    ({"features": [4]}, "features has 1 numbers for 2 KV heads: give one each, or an int"),
+    ({"features": [4, 0]}, r"features is \[4, 0\]"),
+    ({"window": -1}, "window is -1: every KV head needs an integer, 0 or more"),
+    ({"window": [3, 3, 3]}, "window has 3 numbers for 2 KV heads"),
+    ({"window": {"first": 3}}, "window is {'first': 3}"),
+    ({"sinks": [2, None]}, r"sinks is \[2, None\]"),
+    ({"token_dtype": "int4"}, "token_dtype is 'int4': choose one of int8, model"),
+    ({"token_dtype": ["int8", "model"]}, r"token_dtype is \['int8', 'model'\]"),
+    ({"feature_map": "none", "window": [3, 0]}, "feature_map 'none' requires window > 0 or sinks > 0"),
+    ({"sinks": "many"}, "sinks is 'many'"),
+    ({"feature_map": "magic"}, "unknown feature map 'magic': choose one of .*prf"),
+    ({"feature_map": ["prf"]}, "wrong fields"),
+    ({"kv_heads": 0}, "kv_heads is 0"),
+    ({"value_dim": None}, "value_dim is None"),
+    ({"smooth_keys": "no"}, "smooth_keys is 'no': give true or false"),
+    ({"color": "red"}, "unknown field 'color': choose from feature_map, features, "),
+    ({"kind": "magic"}, "kind is 'magic': choose one of softmax, compressed, features"),
+]
+COMPRESSED = [
+    ({"window": 0}, "window is 0: every KV head needs an integer, 1 or more"),
+    ({"heavy_hitters": [3, -1]}, r"heavy_hitters is \[3, -1\]"),
+    ({"heavy_hitters": [3]}, "heavy_hitters has 1 numbers for 2 KV heads"),
+    ({"sinks": -1}, "sinks is -1"),
+    ({"bits": 0.5}, "bits is 0.5: give 1 to 5"),
+    ({"bits": "3"}, "bits is '3'"),
+    ({"head_dim": 12}, "heads have 12 and 8 numbers: a compressed cache needs multiples of 8"),
+    ({"features": 3}, "unknown field 'features'"),
+]
+
+
 @pytest.mark.parametrize(
-    ("edit", "message"),
-    [
-        ({"features": 0}, "features is 0"),
-        ({"features": 4.0}, "features is 4.0"),
-        ({"features": True}, "features is True"),
-        ({"features": [4]}, "features has 1 numbers for 2 KV heads: give one each, or an int"),
-        ({"features": [4, 0]}, r"features is \[4, 0\]"),
-        ({"window": -1}, "window is -1: every KV head needs an integer, 0 or more"),
-        ({"window": [3, 3, 3]}, "window has 3 numbers for 2 KV heads"),
-        ({"window": {"first": 3}}, "window is {'first': 3}"),
-        ({"sinks": [2, None]}, r"sinks is \[2, None\]"),
-        ({"token_dtype": "int4"}, "token_dtype is 'int4': choose one of int8, model"),
-        ({"token_dtype": ["int8", "model"]}, r"token_dtype is \['int8', 'model'\]"),
-        ({"feature_map": "none", "window": [3, 0]}, "feature_map 'none' requires window > 0 or sinks > 0"),
-        ({"sinks": "many"}, "sinks is 'many'"),
-        ({"feature_map": "magic"}, "unknown feature map 'magic': choose one of .*prf"),
-        ({"feature_map": ["prf"]}, "wrong fields"),
-        ({"kv_heads": 0}, "kv_heads is 0"),
-        ({"value_dim": None}, "value_dim is None"),
-        ({"smooth_keys": "no"}, "smooth_keys is 'no': give true or false"),
-        ({"color": "red"}, "unknown field 'color': choose from feature_map, features, "),
-        ({"kind": "magic"}, "kind is 'magic': choose one of softmax, compressed, features"),
-    ],
+    ("layer", "edit", "message"),
+    [*(("second.attention", *case) for case in FEATURES), *(("compressed", *case) for case in COMPRESSED)],
 )
-def test_a_field_that_is_off_is_one_line_naming_file_layer_and_field(tmp_path, edit, message):
-    plan = Plan([FeatureLayer("first.attention", 2, 8, 8, 4), FeatureLayer("second.attention", 2, 8, 8, 4)])
+def test_a_field_that_is_off_is_one_line_naming_file_layer_and_field(tmp_path, layer, edit, message):
+    plan = Plan([FeatureLayer(f"{name}.attention", 2, 8, 8, 4) for name in ("first", "second")])
+    plan.layers.append(CompressedLayer("compressed", 2, 8, 8, 4, 2, 5, 6))
     data = plan.to_dict()
-    data["layers"]["second.attention"] |= edit
+    data["layers"][layer] |= edit
     path = tmp_path / "plan.json"
     path.write_text(json.dumps(data))
-    with pytest.raises(DoflaError, match=f"{path}: .*layer second.attention.*{message}"):
+    with pytest.raises(DoflaError, match=f"{path}: .*layer {layer}.*{message}"):
         Plan.load(path)
-
-
-@pytest.mark.parametrize(
-    ("edit", "message"),
-    [
-        ({"window": 0}, "window is 0: every KV head needs an integer, 1 or more"),
-        ({"heavy_hitters": [3, -1]}, r"heavy_hitters is \[3, -1\]"),
-        ({"heavy_hitters": [3]}, "heavy_hitters has 1 numbers for 2 KV heads"),
-        ({"sinks": -1}, "sinks is -1"),
-        ({"bits": 0.5}, "bits is 0.5: give 1 to 5"),
-        ({"bits": "3"}, "bits is '3'"),
-        ({"head_dim": 12}, "heads have 12 and 8 numbers: a compressed cache needs multiples of 8"),
-        ({"features": 3}, "unknown field 'features'"),
-    ],
-)
-def test_a_compressed_layer_that_is_off_is_one_line_naming_layer_and_field(edit, message):
-    data = Plan([CompressedLayer("a", 2, 8, 8, 4, 2, 5, 6)]).to_dict()
-    data["layers"]["a"] |= edit
-    with pytest.raises(DoflaError, match=f"the plan: layer a: .*{message}"):
-        Plan.from_dict(data)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from dofla.attention.gpu import block_count
 from dofla.attention.gpu.codes import Coding, tables_on
 from dofla.attention.gpu.numbers import at, exponent_of, power_of_two, rounded, whole
 
-VECTORS = 32
+VECTORS = tl.constexpr(32)
 """Vectors of a program that packs them."""
 
 RINGS = 16
@@ -44,19 +44,16 @@ def pack(x: Tensor) -> tuple[Tensor, Tensor]:
     integers = torch.empty(x.shape, dtype=torch.int8, device=x.device)
     exponents = torch.empty(x.shape[:-1], dtype=torch.int8, device=x.device)
     with torch.cuda.device_of(x):  # Triton launches on the current device
-        _pack[(batch * heads, triton.cdiv(length, VECTORS))](
+        _pack[(batch * heads, triton.cdiv(length, VECTORS.value))](
             *(x, integers, exponents, *x.stride()[:3], heads, length, dim),
             DIM=triton.next_power_of_2(dim),
-            VECTORS=VECTORS,
             enable_fp_fusion=False,
         )
     return integers, exponents
 
 
 @triton.jit
-def _pack(
-    x, integers, exponents, of_batch, of_head, of_token, heads, length, dim, DIM: tl.constexpr, VECTORS: tl.constexpr
-):
+def _pack(x, integers, exponents, of_batch, of_head, of_token, heads, length, dim, DIM: tl.constexpr):
     unit, n = tl.program_id(0).to(tl.int64), tl.arange(0, DIM)
     token = tl.program_id(1) * VECTORS + tl.arange(0, VECTORS)
     mask = (token < length)[:, None] & (n < dim)[None, :]
@@ -185,16 +182,9 @@ def encode_block(
     ways = scratch + 5 * BLOCK
     tl.store(x[:, None] + n[None, :], wanted.to(tl.int32), mask=is_token[:, None])
     tl.debug_barrier()  # what one thread stored, another loads
-    if bits == 1:
-        _search(x, tables, found, ways, is_token, N=BLOCK, BITS=1, RINGS=RINGS)
-    elif bits == 2:
-        _search(x, tables + 64, found, ways, is_token, N=BLOCK, BITS=2, RINGS=RINGS)
-    elif bits == 3:
-        _search(x, tables + 128, found, ways, is_token, N=BLOCK, BITS=3, RINGS=RINGS)
-    elif bits == 4:
-        _search(x, tables + 192, found, ways, is_token, N=BLOCK, BITS=4, RINGS=RINGS)
-    else:
-        _search(x, tables + 256, found, ways, is_token, N=BLOCK, BITS=5, RINGS=RINGS)
+    for BITS in tl.static_range(1, 6):
+        if bits == BITS:
+            _search(x, tables + 64 * (BITS - 1), found, ways, is_token, N=BLOCK, BITS=BITS, RINGS=RINGS)
     tl.debug_barrier()
 
     window = tl.load(found[:, None] + n[None, :], mask=is_token[:, None], other=0).to(tl.int32)
