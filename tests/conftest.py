@@ -8,6 +8,7 @@ import os
 import shutil
 import tempfile
 from pathlib import Path
+from typing import Any
 
 if "PYTEST_XDIST_WORKER" not in os.environ:  # its own calibrations, and no user's
     os.environ["HF_HOME"] = tempfile.mkdtemp(prefix="dofla-tests-")
@@ -21,15 +22,11 @@ import trials
 from tiny_families import teacher
 from transformers import (
     AutoTokenizer,
-    BertConfig,
     BertModel,
-    GPT2Config,
     GPT2LMHeadModel,
-    LlamaConfig,
     LlamaForCausalLM,
     PreTrainedModel,
     PreTrainedTokenizerBase,
-    ViTConfig,
     ViTModel,
 )
 from transformers.utils import logging
@@ -56,18 +53,18 @@ class Tiny:
 
     def llama(self, seed: int = 0, **config) -> LlamaForCausalLM:
         defaults = {"num_key_value_heads": 2, "intermediate_size": 48, "max_position_embeddings": 256}
-        return self._make(LlamaForCausalLM, LlamaConfig(**{**_SIZE, **_TEXT, **defaults, **config}), seed)
+        return self._make(LlamaForCausalLM, {**_SIZE, **_TEXT, **defaults, **config}, seed)
 
     def gpt2(self, seed: int = 0, **config) -> GPT2LMHeadModel:
         sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 256, "initializer_range": 0.3}
-        return self._make(GPT2LMHeadModel, GPT2Config(**{**_TEXT, **sizes, **config}), seed)
+        return self._make(GPT2LMHeadModel, {**_TEXT, **sizes, **config}, seed)
 
     def bert(self, seed: int = 0, **config) -> BertModel:
-        return self._make(BertModel, BertConfig(**{**_SIZE, **_TEXT, "intermediate_size": 48, **config}), seed)
+        return self._make(BertModel, {**_SIZE, **_TEXT, "intermediate_size": 48, **config}, seed)
 
     def vit(self, seed: int = 0, **config) -> ViTModel:
         sizes = {**_SIZE, "intermediate_size": 48, "image_size": 16, "patch_size": 4, "num_channels": 3}
-        return self._make(ViTModel, ViTConfig(**{**sizes, **config}), seed)
+        return self._make(ViTModel, {**sizes, **config}, seed)
 
     def tokens(self, windows: int, length: int, seed: int = 0) -> torch.Tensor:
         return torch.randint(VOCABULARY, (windows, length), generator=torch.Generator().manual_seed(seed))
@@ -106,10 +103,10 @@ class Tiny:
         return Plan([kind(x.name, x.kv_heads, x.head_dim, x.value_dim, **fields) for x in sites])
 
     @staticmethod
-    def _make(kind: type[PreTrainedModel], config, seed: int) -> PreTrainedModel:
+    def _make(kind: type[PreTrainedModel], config: dict[str, Any], seed: int) -> PreTrainedModel:
         with torch.random.fork_rng():
             torch.manual_seed(seed)
-            return kind(config).eval()
+            return kind(kind.config_class(**config)).eval()
 
 
 @pytest.fixture(scope="session")

@@ -1,42 +1,21 @@
 """Tiny models of many families, with random weights: built in milliseconds, and each the real class of its family."""
 
 import copy
-from collections.abc import Callable
 from functools import cache
 from itertools import cycle
+from typing import Any
 
 import pytest
 import torch
 from sizes import compress
 from transformers import (
+    AutoConfig,
     AutoModel,
     AutoModelForCausalLM,
     AutoModelForImageClassification,
     AutoModelForMaskedLM,
     AutoModelForSeq2SeqLM,
-    BartConfig,
-    BertConfig,
-    DiffLlamaConfig,
-    FalconH1Config,
-    Gemma2Config,
-    Gemma3TextConfig,
-    GemmaConfig,
-    GPT2Config,
-    GPTNeoXConfig,
-    GptOssConfig,
-    LlamaConfig,
-    MistralConfig,
-    Olmo2Config,
-    OPTConfig,
-    PhiConfig,
-    PreTrainedConfig,
     PreTrainedModel,
-    Qwen2Config,
-    Qwen3Config,
-    RobertaConfig,
-    SplinterConfig,
-    T5Config,
-    ViTConfig,
 )
 
 import dofla
@@ -56,63 +35,55 @@ _GPT = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": POSITIONS, "init
 _GPT |= dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0)
 _OPT = {**_ANY, **_SIZE, "ffn_dim": 48, "word_embed_proj_dim": 32, "max_position_embeddings": POSITIONS, "dropout": 0.0}
 _SLIDING = {"head_dim": 12, "sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"], **_GROUPED}
+_DECODER = {"model_type": "bert", "is_decoder": True, **_BASE}
 
-CAUSAL: dict[str, Callable[[], PreTrainedConfig]] = {
-    "gpt2": lambda: GPT2Config(**_GPT),
-    "gpt_neox": lambda: GPTNeoXConfig(**_BASE),
-    "llama": lambda: LlamaConfig(**_GROUPED),
-    "qwen2": lambda: Qwen2Config(**_GROUPED),
-    "qwen3": lambda: Qwen3Config(head_dim=12, **_GROUPED),
-    "mistral": lambda: MistralConfig(sliding_window=None, **_GROUPED),
-    "phi": lambda: PhiConfig(**_BASE),
-    "opt": lambda: OPTConfig(**_OPT),
-    "gemma": lambda: GemmaConfig(head_dim=12, **_GROUPED),
-    "olmo2": lambda: Olmo2Config(**_GROUPED),
-    "bert_decoder": lambda: BertConfig(is_decoder=True, hidden_dropout_prob=0, attention_probs_dropout_prob=0, **_BASE),
-    "gemma3": lambda: Gemma3TextConfig(**_SLIDING),
+CAUSAL: dict[str, dict[str, Any]] = {
+    "gpt2": _GPT,
+    "gpt_neox": _BASE,
+    "llama": _GROUPED,
+    "qwen2": _GROUPED,
+    "qwen3": {"head_dim": 12, **_GROUPED},
+    "mistral": {"sliding_window": None, **_GROUPED},
+    "phi": _BASE,
+    "opt": _OPT,
+    "gemma": {"head_dim": 12, **_GROUPED},
+    "olmo2": _GROUPED,
+    "bert_decoder": {**_DECODER, "hidden_dropout_prob": 0, "attention_probs_dropout_prob": 0},
+    "gemma3": {"model_type": "gemma3_text", **_SLIDING},
 }
-"""Decoders that can be linearized, without dropout; in gemma3 every other layer has a window and stays as it is."""
+"""Of decoders that can be linearized, without dropout; in gemma3 every other layer has a window and stays as it is."""
 
 _BART = {"d_model": 32, "vocab_size": VOCABULARY, "max_position_embeddings": POSITIONS, "init_std": 0.2}
 _BART |= {f"{side}_{what}": n for side in ("encoder", "decoder") for what, n in (("layers", 2), ("ffn_dim", 48))}
 _BART |= {"encoder_attention_heads": 4, "decoder_attention_heads": 4, "forced_eos_token_id": None}
 
-_OTHERS: dict[str, tuple[type, Callable[[], PreTrainedConfig]]] = {
-    "bert": (AutoModel, lambda: BertConfig(**_BASE)),
-    "roberta": (AutoModelForMaskedLM, lambda: RobertaConfig(**_BASE)),
-    "vit": (
-        AutoModelForImageClassification,
-        lambda: ViTConfig(**_SIZE, intermediate_size=48, image_size=32, patch_size=8),
-    ),
-    "splinter": (AutoModel, lambda: SplinterConfig(**_BASE)),
-    "diffllama": (AutoModelForCausalLM, lambda: DiffLlamaConfig(**_GROUPED)),
-    "falcon_h1": (
-        AutoModelForCausalLM,
-        lambda: FalconH1Config(mamba_d_ssm=32, mamba_n_heads=4, mamba_d_head=8, mamba_d_state=8, **_GROUPED),
-    ),
-    "gemma2": (AutoModelForCausalLM, lambda: Gemma2Config(**_SLIDING)),
-    "gpt_oss": (
-        AutoModelForCausalLM,
-        lambda: GptOssConfig(num_local_experts=2, num_experts_per_tok=1, rope_parameters=None, **_SLIDING),
-    ),
-    "mistral_sliding": (AutoModelForCausalLM, lambda: MistralConfig(sliding_window=16, **_GROUPED)),
-    "gpt2_crossing": (AutoModelForCausalLM, lambda: GPT2Config(add_cross_attention=True, **_GPT)),
-    "bert_crossing": (AutoModelForCausalLM, lambda: BertConfig(is_decoder=True, add_cross_attention=True, **_BASE)),
-    "bart": (AutoModelForSeq2SeqLM, lambda: BartConfig(**_BART)),
-    "t5": (
-        AutoModelForSeq2SeqLM,
-        lambda: T5Config(
-            d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, vocab_size=VOCABULARY, decoder_start_token_id=0
-        ),
-    ),
+_T5 = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4, "vocab_size": VOCABULARY}
+_MAMBA = {"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 8}
+_EXPERTS = {"num_local_experts": 2, "num_experts_per_tok": 1, "rope_parameters": None}
+_PICTURES = {"intermediate_size": 48, "image_size": 32, "patch_size": 8}
+
+_OTHERS: dict[str, tuple[type, dict[str, Any]]] = {
+    "bert": (AutoModel, _BASE),
+    "roberta": (AutoModelForMaskedLM, _BASE),
+    "vit": (AutoModelForImageClassification, {**_SIZE, **_PICTURES}),
+    "splinter": (AutoModel, _BASE),
+    "diffllama": (AutoModelForCausalLM, _GROUPED),
+    "falcon_h1": (AutoModelForCausalLM, {**_MAMBA, **_GROUPED}),
+    "gemma2": (AutoModelForCausalLM, _SLIDING),
+    "gpt_oss": (AutoModelForCausalLM, {**_EXPERTS, **_SLIDING}),
+    "mistral_sliding": (AutoModelForCausalLM, {"model_type": "mistral", "sliding_window": 16, **_GROUPED}),
+    "gpt2_crossing": (AutoModelForCausalLM, {"model_type": "gpt2", "add_cross_attention": True, **_GPT}),
+    "bert_crossing": (AutoModelForCausalLM, {**_DECODER, "add_cross_attention": True}),
+    "bart": (AutoModelForSeq2SeqLM, _BART),
+    "t5": (AutoModelForSeq2SeqLM, {**_T5, "decoder_start_token_id": 0}),
 }
 
 
 @cache
 def _model(family: str) -> PreTrainedModel:
-    auto, config = (AutoModelForCausalLM, CAUSAL[family]) if family in CAUSAL else _OTHERS[family]
+    auto, fields = (AutoModelForCausalLM, CAUSAL[family]) if family in CAUSAL else _OTHERS[family]
     torch.manual_seed(0)
-    return auto.from_config(config()).eval()
+    return auto.from_config(AutoConfig.for_model(**{"model_type": family, **fields})).eval()
 
 
 def teacher(family: str) -> PreTrainedModel:

@@ -13,22 +13,14 @@ from pathlib import Path
 import pytest
 import transformers
 from torch import nn
-from transformers import (
-    Cache,
-    CompileConfig,
-    GenerationConfig,
-    GenerationMixin,
-    PreTrainedConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
 from transformers.quantizers import HfQuantizer
 
 import dofla
 
 SOURCE = Path(dofla.__file__).parent
-KINDS = (PreTrainedModel, PreTrainedConfig(), GenerationMixin, GenerationConfig(), CompileConfig(), Cache)
-KINDS += (PreTrainedTokenizerBase, HfQuantizer)
+KINDS = (transformers.PreTrainedModel, transformers.PreTrainedConfig(), transformers.GenerationMixin)
+KINDS += (transformers.GenerationConfig(), transformers.CompileConfig(), transformers.Cache)
+KINDS += (transformers.PreTrainedTokenizerBase, HfQuantizer)
 
 NAMES = """
 transformers.cache_utils.CacheLayerMixin
