@@ -7,31 +7,10 @@ arrive joins the sums and updates the state, in place, since all others have rea
 import triton
 import triton.language as tl
 
+from dofla.attention.gpu import rows
 from dofla.attention.gpu.decode import LEAST, keys_of, starts_of, units_of, values_of
 from dofla.attention.gpu.heavy_hitters import drawn_by, lowest, weight_step
 from dofla.attention.gpu.numbers import at, power_of_two
-from dofla.attention.gpu.rows import (
-    GROWS,
-    HEAD,
-    NOTHING,
-    SINKS,
-    SLOTS,
-    TIER,
-    WINDOW,
-    as_kept,
-    described,
-    in_int8,
-    leaving_window,
-    number,
-    row_of,
-    score_on_entry,
-    scores_of,
-    tier_scores,
-    update_tier,
-    update_window,
-    vectors_of,
-    weight_of,
-)
 from dofla.attention.gpu.tier import PRECISION as _PRECISION
 from dofla.attention.gpu.tier import online_softmax
 
@@ -76,22 +55,22 @@ def attend_and_update(
     VALUES: tl.constexpr = VALUE.padded
     unit, part, parts = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     batch, head = unit // heads, unit % heads
-    own, state = described(descriptions, head), row_of(states, pages, batch, row)
-    slots, kv_head = number(own, SLOTS).to(tl.int32), number(own, HEAD)
+    own, state = rows.described(descriptions, head), rows.row_of(states, pages, batch, row)
+    slots, kv_head = rows.number(own, rows.SLOTS).to(tl.int32), rows.number(own, rows.HEAD)
     key += batch * key_batch + kv_head * key_head
     value += batch * value_batch + kv_head * value_head
     scratch += unit * SHAPE.scratch
     weights, sums = at(scratch, SHAPE.weights, tl.float32), at(scratch, SHAPE.sums, tl.float32)
-    counts, weight = weight_of(log_weight, batch)
+    counts, weight = rows.weight_of(log_weight, batch)
     lane = tl.arange(0, LANES)
-    on_entry = score_on_entry(weights, SHAPE)
+    on_entry = rows.score_on_entry(weights, SHAPE)
     slot = tl.where(lane < slots, slots - 1 - lane, lane)  # lanes are tokens, the oldest first
-    score = scores_of(state, own, slots, on_entry, slot)
+    score = rows.scores_of(state, own, slots, on_entry, slot)
     may_go = (lane < slots) & ((lane <= slots - SHAPE.newest) | (score < 0))
     evicted = tl.where(on_entry < 0, slots, slots - 1 - lowest(score, may_go, LANES))
 
     i = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
-    best = tl.full([ROWS], NOTHING, tl.float32)
+    best = tl.full([ROWS], rows.NOTHING, tl.float32)
     mass = tl.zeros([ROWS], tl.float32)
     total = tl.zeros([ROWS, VALUES], tl.float32)
     if part < parts - 1:
@@ -107,18 +86,18 @@ def attend_and_update(
         d = tl.arange(0, PADDED)
         in_query = (i < GROUPS)[:, None] & (d < KEY.dim)[None, :]
         asked = tl.load(query + i[:, None] * query_head + d[None, :], mask=in_query, other=0.0).to(tl.float32)
-        _, _, becomes_sink = leaving_window(weights, SHAPE)
+        _, _, becomes_sink = rows.leaving_window(weights, SHAPE)
         best, mass, total = _see(  # the window, whose first token leaves, unless it becomes a sink
-            *(asked, state, own, WINDOW, weights, 1 - becomes_sink, SHAPE.window),
+            *(asked, state, own, rows.WINDOW, weights, 1 - becomes_sink, SHAPE.window),
             *(scaling, best, mass, total, KEY, VALUE, SHAPE),
         )
         best, mass, total = _see(
-            *(asked, state, own, SINKS, weights + SHAPE.window, 0, SHAPE.sinks),
+            *(asked, state, own, rows.SINKS, weights + SHAPE.window, 0, SHAPE.sinks),
             *(scaling, best, mass, total, KEY, VALUE, SHAPE),
         )
-        new, exponent = as_kept(key, counts, KEY)
+        new, exponent = rows.as_kept(key, counts, KEY)
         scores = tl.sum(asked * new[None, :], axis=1) * power_of_two(exponent) * scaling + weight
-        new, exponent = as_kept(value, counts, VALUE)
+        new, exponent = rows.as_kept(value, counts, VALUE)
         # As a token of its own, without the matrix product of online_softmax.
         scores = tl.where(counts > 0, scores, float("-inf"))
         top = tl.maximum(best, scores)
@@ -141,13 +120,13 @@ def attend_and_update(
             enters = tl.where(tl.min(tl.where(lane <= slots, score, 0), axis=0) < 0, evicted, 0)
             g = tl.arange(0, triton.next_power_of_2(GROUPS))
             steps = at(scratch, SHAPE.steps, tl.float32) + g[:, None] * (SHAPE.places + 1) + slot[None, :]
-            if number(own, GROWS) == 0:
+            if rows.number(own, rows.GROWS) == 0:
                 score = drawn_by(steps, g < GROUPS, score, there & (score >= 0), attention_weights)
             after = tl.where(slot == slots, enters, slot + ((slot >= enters) & (slot < evicted)).to(tl.int32))
             tl.debug_barrier()  # all have loaded what others overwrite
-            tl.store(tier_scores(state, own) + after, score.to(tl.int16), mask=there)
-            update_tier(state, own, slots, enters, evicted, scratch + SHAPE.entering, KEY, VALUE, SHAPE)
-            update_window(state, own, key, value, weight, weights, KEY, VALUE, SHAPE)
+            tl.store(rows.tier_scores(state, own) + after, score.to(tl.int16), mask=there)
+            rows.update_tier(state, own, slots, enters, evicted, scratch + SHAPE.entering, KEY, VALUE, SHAPE)
+            rows.update_window(state, own, key, value, weight, weights, KEY, VALUE, SHAPE)
 
 
 @triton.jit
@@ -184,7 +163,7 @@ def _see_tier(
     VALUES: tl.constexpr = VALUE.padded
     k, v, is_row = tl.arange(0, LEAST), tl.arange(0, VALUES), i < GROUPS
     here = is_row[:, None] & (k < BLOCK)[None, :]
-    key_codes, key_scales, value_codes, value_scales = vectors_of(state, own, TIER)
+    key_codes, key_scales, value_codes, value_scales = rows.vectors_of(state, own, rows.TIER)
     entering = scratch + SHAPE.entering
     entering_value = entering + (KEY.size + BLOCKS)
     queries, steps = at(scratch, SHAPE.queries, tl.float32), at(scratch, SHAPE.steps, tl.float32)
@@ -212,7 +191,7 @@ def _see_tier(
             codes += bits * (BLOCK // 8)
         own_steps = steps + i[:, None] * (SHAPE.places + 1) + t[None, :]
         tl.store(own_steps, weight_step(logarithms, per_step), mask=is_row[:, None] & is_token[None, :])
-        seen = is_token & (t != evicted) & (scores_of(state, own, slots, on_entry, t) >= 0)
+        seen = is_token & (t != evicted) & (rows.scores_of(state, own, slots, on_entry, t) >= 0)
         scores = tl.where(seen[None, :], (scores + beside[:, None]) * scaling, float("-inf"))
         codes = tl.where(enters, entering_value, value_codes + t * VALUE.size)
         scales = tl.where(enters, entering_value + VALUE.size, value_scales + t * VALUE.blocks)
@@ -240,15 +219,15 @@ def _see(
 ):
     """Attend to tokens in int8, of ``COUNT`` those from the ``first`` on."""
     TILE: tl.constexpr = SHAPE.tile
-    keys, key_units, values, value_units = vectors_of(state, own, TOKENS)
+    keys, key_units, values, value_units = rows.vectors_of(state, own, TOKENS)
     for begin in range(0, COUNT, TILE):
         t = begin + tl.arange(0, TILE)
         here = (t < COUNT) & (t >= first)
-        own_keys, key_unit = in_int8(keys, key_units, t, here, KEY)
-        own_values, value_unit = in_int8(values, value_units, t, here, VALUE)
-        weight = tl.load(weights + t, mask=here, other=NOTHING)
+        own_keys, key_unit = rows.in_int8(keys, key_units, t, here, KEY)
+        own_values, value_unit = rows.in_int8(values, value_units, t, here, VALUE)
+        weight = tl.load(weights + t, mask=here, other=rows.NOTHING)
         scores = tl.dot(asked, tl.trans(own_keys), input_precision=PRECISION) * (key_unit * scaling)[None, :]
-        scores = tl.where((weight > NOTHING)[None, :], scores + weight[None, :], float("-inf"))
+        scores = tl.where((weight > rows.NOTHING)[None, :], scores + weight[None, :], float("-inf"))
         best, mass, total = online_softmax(best, mass, total, scores, own_values * value_unit[:, None])
     return best, mass, total
 
