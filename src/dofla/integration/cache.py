@@ -114,7 +114,7 @@ class LinearCacheLayer(CacheLayerMixin):
 
     @property
     def record_past(self) -> bool:
-        """Whether tokens are going to be taken back, as transformers asks and says it."""
+        """True if tokens are going to be taken back, as transformers asks and says it."""
         return self.history is not None
 
     @record_past.setter

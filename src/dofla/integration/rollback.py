@@ -37,7 +37,7 @@ class _Since:
 
 
 class History:
-    """What a layer read last: a state from before the last :data:`LEAST` tokens, or more, and their calls.
+    """The last tokens of a layer: a state from before :data:`LEAST` of them, or more, and the calls that read them.
 
     A state of constant size has lost what it evicted, and cannot be taken back; an earlier one can be read on from.
     Attention alone is computed again, no weights.
