@@ -22,7 +22,7 @@ import dofla
 from dofla.integration import checkpoint
 from dofla.integration.checkpoint import ADAPTER, WEIGHTS, feature_map_tensors, load_model
 from dofla.integration.converted import Converted
-from dofla.integration.interface import computed_instead
+from dofla.integration.instead import computed_instead
 from dofla.runs.demo import model_path
 from dofla.storage.files import sha256
 

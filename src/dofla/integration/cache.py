@@ -13,7 +13,8 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from dofla.attention import CompressedState
 from dofla.attention.state import Tensors
 from dofla.errors import DoflaError
-from dofla.integration.interface import LINEAR, computed_instead
+from dofla.integration.instead import computed_instead
+from dofla.integration.interface import LINEAR
 from dofla.integration.rollback import LEAST, History
 
 logger = logging.getLogger(__name__)
@@ -250,11 +251,12 @@ def hand_over_cache(module: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[t
 def record_candidates(model: Any, args: tuple, kwargs: dict[str, Any]) -> None:
     """Forward pre-hook of a converted model: assisted decoding, which asks for the logits of several tokens, will take
     some of them back. Its first call comes before there are entries that it could tell."""
-    several, cache = kwargs.get("logits_to_keep"), _cache_of(args, kwargs)
-    if cache is None or not isinstance(several, int) or several < 2 or computed_instead(model.config):
+    several = kwargs.get("logits_to_keep")
+    if not isinstance(several, int) or several < 2 or computed_instead(model.config):
         return
+    cache = _cache_of(args, kwargs)
     for module in model.modules():
-        if "dofla" in module._modules:
+        if cache is not None and "dofla" in module._modules:
             linear_entry(cache, module).activate_past_recording()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 from dofla.attention.state import Tensors
@@ -14,11 +15,12 @@ LEAST = 64
 
 Vectors = tuple[Tensor, Tensor, Tensor, Tensor | None]
 """Queries [B, H, L, d], keys [B, Hkv, L, d], values [B, Hkv, L, dv] and key weights [B, L] of a call."""
-Read = Callable[[Vectors, Sequence[Tensors] | None], Sequence[Tensors]]
-"""The states after a call, of the states before it, which it may overwrite."""
+Read = Callable[..., tuple[Tensor, Sequence[Tensors]]]
+"""The output of a call and the states after it, of the call and the states before it. Options say whether it may
+overwrite these (``in_place``), and whether its tokens attend exactly to one another (``exact``)."""
 
 
-def cut(vectors: Vectors, tokens: slice) -> Vectors:
+def _cut(vectors: Vectors, tokens: slice) -> Vectors:
     """Some tokens of a call."""
     query, key, value, weight = vectors
     return query[:, :, tokens], key[:, :, tokens], value[:, :, tokens], None if weight is None else weight[:, tokens]
@@ -46,7 +48,21 @@ class History:
     def __init__(self) -> None:
         self._parts: list[_Since] = []
 
-    def add(self, states: Sequence[Tensors] | None, vectors: Vectors, read: Read) -> None:
+    def read(
+        self, read: Read, vectors: Vectors, states: Sequence[Tensors] | None, *, exact: bool, in_place: bool
+    ) -> tuple[Tensor, Sequence[Tensors]]:
+        """The result of ``read``, whose last :data:`LEAST` tokens are remembered. They come one by one, as without:
+        however a text is cut, states are the same."""
+        first, outputs = max(vectors[1].shape[-2] - LEAST, 0), []
+        if first:
+            out, states = read(_cut(vectors, slice(first)), states, exact=exact, in_place=in_place)
+            outputs.append(out)
+        last = _cut(vectors, slice(first, None))
+        self._add(states, last, read)
+        out, states = read(last, states, in_place=in_place)
+        return torch.cat([*outputs, out], 2), states
+
+    def _add(self, states: Sequence[Tensors] | None, vectors: Vectors, read: Read) -> None:
         """A call of :data:`LEAST` tokens at most, and the states before it, of which a copy is made every so often."""
         if not self._parts or self._parts[-1].tokens >= LEAST:
             before = None if states is None else [state.copy() for state in states]
@@ -67,6 +83,7 @@ class History:
         states: Sequence[Tensors] | None = part.states
         for vectors, read in part.calls:
             if left:
-                own = cut(vectors, slice(left))
-                states, left = read(own, states), left - own[1].shape[-2]
+                own = _cut(vectors, slice(left))
+                _, states = read(own, states, in_place=True)
+                left -= own[1].shape[-2]
         return states

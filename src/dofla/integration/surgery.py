@@ -16,7 +16,8 @@ from dofla.integration.attaching import SOFTMAX, attach, renamed, switch_on, wit
 from dofla.integration.consistency import check_consistency
 from dofla.integration.converted import Converted, is_converted
 from dofla.integration.hub import origin
-from dofla.integration.interface import computing, dofla_attention, softmax_attention, visiting
+from dofla.integration.instead import computing
+from dofla.integration.interface import dofla_attention, softmax_attention, visiting
 from dofla.integration.offload import device_of
 from dofla.integration.precision import warn_of_slow_products
 from dofla.integration.quantizer import DoflaConfig, DoflaQuantizer

@@ -138,9 +138,10 @@ class CompressedLayer(LayerPlan):
 
     def of_heads(self, heads: Sequence[int]) -> Self:
         """The plan of some of its KV heads, as of a layer of its own."""
-        columns = zip(*(self.sizes[head] for head in heads), strict=True)
-        sizes: dict[str, Any] = {name: list(own) for name, own in zip(HeadSizes._fields, columns, strict=True)}
-        return replace(self, kv_heads=len(heads), **sizes)
+        sizes = self.sizes
+        columns = zip(*(sizes[head] for head in heads), strict=True)
+        own: dict[str, Any] = {name: list(column) for name, column in zip(HeadSizes._fields, columns, strict=True)}
+        return replace(self, kv_heads=len(heads), **own)
 
     def cache_bytes(self, length: int, itemsize: int) -> int:
         return sum(head_bytes(size, self.head_dim, self.value_dim, self.bits, length) for size in self.sizes)
