@@ -214,6 +214,8 @@ def test_a_field_that_is_off_is_one_line_naming_file_layer_and_field(tmp_path, l
     path.write_text(json.dumps(data))
     with pytest.raises(DoflaError, match=f"{path}: .*layer {layer}.*{message}"):
         Plan.load(path)
+    with pytest.raises(DoflaError, match=f"the plan: layer {layer}:? .*{message}"):
+        Plan.from_dict(data)
 
 
 @pytest.mark.parametrize(
