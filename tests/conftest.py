@@ -10,7 +10,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-if "PYTEST_XDIST_WORKER" not in os.environ:  # its own calibrations, and no user's
+if worker := os.environ.get("PYTEST_XDIST_WORKER"):  # its own calibrations, and no user's
+    os.environ["HF_HOME"] = os.path.join(os.environ["HF_HOME"], worker)
+else:
     os.environ["HF_HOME"] = tempfile.mkdtemp(prefix="dofla-tests-")
     atexit.register(shutil.rmtree, os.environ["HF_HOME"], ignore_errors=True)
 os.environ["HF_HUB_OFFLINE"] = "1"

@@ -3,6 +3,8 @@
 import dataclasses
 import json
 import logging
+import os
+import shutil
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from dofla.compression.calibration import Calibration, _parts
 from dofla.compression.known import cache_folder
 from dofla.errors import DoflaError
 from dofla.integration.converted import Converted
+from dofla.storage import tensors as storage
 
 FIRST = "model.layers.0.self_attn"
 
@@ -184,5 +187,30 @@ def test_another_one_begins_anew(tiny, windows, interrupted, change, caplog):
         next(folder.rglob("*.safetensors")).write_bytes(b"half")
     found = dofla.calibrate(model, windows, **options)
     assert "goes on" not in caplog.text
-    assert not any(folder.iterdir())
+    assert len([*folder.rglob("*.safetensors")]) == (change != "damage")
     assert same(found, dofla.calibrate(model, windows, **options))
+
+
+def test_two_of_one_model_at_once_leave_each_other_alone(tiny, windows, interrupted, monkeypatch):
+    """One ends, and removes what both had measured, while the other writes, or between two writes."""
+    others = dofla.TokenWindows.of(tiny.tokens(6, 96, seed=5))
+    folder = interrupted(0.7, tiny.llama(), others)
+    kept, found = list(folder.rglob("*.safetensors")), []
+
+    def also(stage, done, total):
+        if done > 0.7 * total and not found:
+            found.append(None)
+            found[0] = dofla.calibrate(tiny.llama(), windows)
+
+    def late(tensors, path, **options):
+        shutil.rmtree(path.parents[1])
+        save_file(tensors, path, **options)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(storage, "save_file", late)
+        assert same(dofla.calibrate(tiny.llama(), windows), dofla.calibrate(tiny.llama(), windows, progress=also))
+    assert same(found[0], dofla.calibrate(tiny.llama(), windows))
+    assert list(folder.rglob("*.safetensors")) == kept  # another text's
+    os.utime(kept[0].parent, (0, 0))
+    dofla.calibrate(tiny.llama(), windows)
+    assert not any(folder.iterdir())

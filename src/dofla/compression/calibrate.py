@@ -2,7 +2,6 @@
 
 import logging
 import math
-import shutil
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -16,7 +15,7 @@ from dofla.compression.calibration import Calibration
 from dofla.compression.directions import Directions, measure_directions
 from dofla.compression.eviction_error import EvictionErrors, streams
 from dofla.compression.head_budgets import divide
-from dofla.compression.known import interrupted, keep_if_possible, unfinished
+from dofla.compression.known import forget, interrupted, keep_if_possible, unfinished
 from dofla.compression.memory import warn_of_memory, ways_out
 from dofla.compression.plan import bytes_for, even_bytes
 from dofla.compression.retrieval import needles_among, rank_heads
@@ -154,7 +153,7 @@ def measure(
         ranked = partial(work, "retrieval heads", documents / len(needles.documents) / len(layers))
         heads = rank_heads(model, layers, needles, ranked)
         made = replace(made, retrieval=[*heads], attention=[*heads.values()])
-    shutil.rmtree(folder.parent, ignore_errors=True)
+    forget(folder)
     return made
 
 

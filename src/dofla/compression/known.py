@@ -3,6 +3,8 @@
 import logging
 import os
 import re
+import shutil
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -21,6 +23,7 @@ BASE = "base"
 SHIPPED = Path(__file__).with_name("calibrations")
 PLACE = "DOFLA_CALIBRATIONS"
 """Variable of the environment: another repository of the hub, or a folder, to look for calibrations in."""
+_DAY = 86400  # seconds
 
 
 def known(target: Target, *, base: bool = False) -> Calibration | None:
@@ -74,6 +77,16 @@ def interrupted(folder: Path) -> Calibration | None:
             logger.warning("an interrupted calibration goes on (%s)", path)
             return found
     return None
+
+
+def forget(folder: Path) -> None:
+    """Remove a folder in there, and those not written to for a day; another process may write to others."""
+    for other in [*folder.parent.glob("*")]:
+        with suppress(OSError):  # another process removes it
+            if other == folder or time.time() - other.stat().st_mtime > _DAY:
+                shutil.rmtree(other)
+    with suppress(OSError):
+        folder.parent.rmdir()
 
 
 def _places(target: Target) -> Iterator[tuple[str, list[Path]]]:

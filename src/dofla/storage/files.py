@@ -97,7 +97,7 @@ def _temporary(path: Path, parents: bool = False) -> Iterator[Path]:
         raise
     except Exception as error:
         code, place = _refusal(error), getattr(error, "filename", None)
-        ours = code in _WAYS_OUT if place is None else str(place).startswith((str(partial), str(path)))
+        ours = str(place).startswith((str(partial), str(path))) if place else code in _WAYS_OUT or not partial.exists()
         if code is None or not ours:
             raise
         raise cannot_write(path, code) from error
