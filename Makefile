@@ -46,19 +46,19 @@ docs: $(VENV)/package
 	$(BIN)/python -m pip install --quiet -r requirements/docs.txt
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-# The wheel in an environment of its own, used outside of the clone.
+# The wheel, in dist/, on Linux on x86-64 with the CPU kernels inside; used in an environment of its own, without a compiler: three minutes.
 wheel: venv
 	$(BIN)/python scripts/check_wheel.py
 
 venv: $(VENV)/installed
 
-# What the demo needs: torch, dofla with what compiles its kernels and what writes its report, and what these require, in
+# What the demo needs: torch, dofla with what writes its report, and what these require, in
 # the versions of dev.txt. The CPU build of torch is pinned first, so that nothing below pulls another.
 $(VENV)/package: requirements/torch.txt requirements/dev.txt pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install -r requirements/torch.txt
-	$(BIN)/python -m pip install --constraint requirements/dev.txt --editable ".[cpu,report]"
+	$(BIN)/python -m pip install --constraint requirements/dev.txt --editable ".[report]"
 	touch $@
 
 # And what the tests need.

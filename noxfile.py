@@ -116,7 +116,7 @@ def vllm(session: nox.Session) -> None:
     asked = session.run("python", "-c", code, silent=True).splitlines()
     session.install(*(line for line in asked if not line.startswith("torch")))  # not torchvision and the like
     tools = [f"{name}=={pinned()[name]}" for name in [*TEST_TOOLS, "torchao"]]
-    session.install("ninja", "lazy_loader", "wrapt", *tools)
+    session.install("lazy_loader", "wrapt", *tools)
     session.install("--no-deps", "--editable", ".")
     session.run("python", "-m", "pytest", "-m", "not long", *(session.posargs or ["tests/vllm_plugin"]))
     if not session.posargs:

@@ -19,7 +19,7 @@ def library_of(source: str, folder: Path, *flags: str) -> ctypes.CDLL:
     """C++ that includes headers of the kernels, compiled as they are but for further flags."""
     (folder / "source.cpp").write_text(source, encoding="utf-8")
     build.write_headers(folder)
-    flags = (*build.FLAGS[platform.machine()], *flags, "-std=c++17", "-shared", "-fPIC", "-I.")
+    flags = (*build.FLAGS[platform.machine()], *flags, "-shared", "-I.")
     command = ["c++", *flags, "-iquote", str(Path(build.__file__).parent), "source.cpp", "-o", "library.so"]
     subprocess.run(command, cwd=folder, check=True)
     return ctypes.CDLL(str(folder / "library.so"))

@@ -1,6 +1,5 @@
 """Building the kernels: each way it can fail leaves a reason, plain torch, and nothing half-written."""
 
-import importlib.util
 import logging
 import os
 import platform
@@ -15,17 +14,17 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.utils.cpp_extension
 from forms import KernelCalls, attend, needs_kernels, sample
+from torch.torch_version import TorchVersion
 
 from dofla.attention import compiled
-from dofla.attention.compiled import SWITCH, build
+from dofla.attention.compiled import SWITCH, build, prebuilt
 
 MAY_BUILD = platform.system() == "Linux" and platform.machine() in build.FLAGS
 needs_linux = pytest.mark.skipif(not MAY_BUILD, reason="no x86-64 or ARM Linux")
 can_build = pytest.mark.skipif(
-    not MAY_BUILD or shutil.which("c++") is None or build._ninja_folder() is None,
-    reason="no x86-64 or ARM Linux with a C++ compiler and ninja",
+    not MAY_BUILD or shutil.which("c++") is None,
+    reason="no x86-64 or ARM Linux with a C++ compiler",
 )
 
 ATTEND = """
@@ -90,9 +89,8 @@ def without_compiler(patch):
     patch.setattr(shutil, "which", lambda name, **options: None)
 
 
-def without_ninja(patch):
-    patch.setattr(shutil, "which", lambda name, **options: "/usr/bin/c++" if name == "c++" else None)
-    patch.setattr(importlib.util, "find_spec", lambda name: None)
+def with_an_old_torch(patch):
+    patch.setattr(torch, "__version__", TorchVersion("2.9.1+cu128"))
 
 
 NOT_MADE_FOR = "made for x86-64 and ARM Linux (aarch64), not"
@@ -103,7 +101,7 @@ OBSTACLES = [
     (lambda patch: on_platform(patch, "AMD64", "Windows"), f"{NOT_MADE_FOR} AMD64 Windows"),
     pytest.param(without_compiler, "no C++ compiler found", marks=needs_linux),
     pytest.param(lambda patch: patch.setenv("CXX", "no-such-compiler"), "no C++ compiler found", marks=needs_linux),
-    pytest.param(without_ninja, "ninja is not installed: pip install 'dofla[cpu]'", marks=needs_linux),
+    pytest.param(with_an_old_torch, "made for torch 2.10 or newer, not 2.9.1+cu128", marks=needs_linux),
 ]
 
 
@@ -145,7 +143,6 @@ def damaged_library(patch, folder):
 @can_build
 @pytest.mark.parametrize("fault", [failing_compiler, broken_source, cache_that_is_a_file, damaged_library])
 def test_a_failing_build_is_told_once_and_leaves_nothing(fresh, monkeypatch, caplog, fault):
-    path = os.environ["PATH"]
     fault(monkeypatch, fresh)
     before = left_in(fresh)
     for _ in range(3):
@@ -153,28 +150,26 @@ def test_a_failing_build_is_told_once_and_leaves_nothing(fresh, monkeypatch, cap
     assert compiled.obstacle().startswith("building failed: ")
     assert len(failures(caplog)) == 1
     assert left_in(fresh) == before
-    assert os.environ["PATH"] == path
 
 
 @can_build
 def test_an_interrupted_build_leaves_nothing(fresh, monkeypatch):
-    def interrupted(name, sources, *, build_directory, **options):
-        (Path(build_directory) / f"{name}.so").write_bytes(b"half of a library")
+    def interrupted(library, flags):
+        library.write_bytes(b"half of a library")
         raise KeyboardInterrupt
 
-    path = os.environ["PATH"]
-    monkeypatch.setattr(torch.utils.cpp_extension, "load", interrupted)
+    monkeypatch.setattr(build, "compile_library", interrupted)
     with pytest.raises(KeyboardInterrupt):
         compiled.obstacle()
     assert left_in(fresh) == []
-    assert os.environ["PATH"] == path
 
 
 @needs_kernels
 @can_build
 def test_losing_the_race_for_the_folder_is_no_failure(fresh, monkeypatch, caplog):
     """The other process finishes between the look whether the folder is there and the renaming."""
-    monkeypatch.setattr(torch.utils.cpp_extension, "load", lambda *args, **options: None)  # loaded long ago
+    monkeypatch.setattr(build, "compile_library", lambda library, flags: library.touch())
+    monkeypatch.setattr(torch.ops, "load_library", lambda library: None)  # loaded long ago
     folder, rename = build.cache_folder(), Path.rename
 
     def rename_later(self, target):
@@ -209,10 +204,32 @@ def test_each_kind_of_processor_has_a_library_of_its_own(fresh, monkeypatch, mac
     def folder(of):
         with monkeypatch.context() as patched:
             patched.setattr(platform, "machine", lambda: machine)
-            patched.setattr(build, "_cpuinfo", lambda: of)
+            patched.setattr(prebuilt, "_cpuinfo", lambda: of)
             return build.cache_folder()
 
     assert folder(cpuinfo) == folder(f"cpu MHz : 2445\n{cpuinfo}\n{cpuinfo}") != folder(other)
+
+
+@pytest.mark.parametrize(
+    ("flags", "library"),
+    [
+        ("fpu sse4_2 avx", None),
+        ("avx2 bmi1 bmi2 f16c fma movbe", "x86-64-v3"),
+        ("avx2 bmi1 bmi2 f16c fma movbe avx512f", "x86-64-v3"),
+        ("avx2 bmi1 bmi2 f16c fma movbe avx512f avx512bw avx512cd avx512dq avx512vl avx512_bf16", "x86-64-v4"),
+        (
+            "avx2 bmi1 bmi2 f16c fma movbe avx512f avx512bw avx512cd avx512dq avx512vl avx512_vnni avx512_bf16",
+            "x86-64-v4-bf16",
+        ),
+    ],
+)
+def test_a_wheel_has_a_library_for_what_the_processor_can_do(monkeypatch, tmp_path, flags, library):
+    monkeypatch.setattr(prebuilt, "_cpuinfo", lambda: f"processor\t: 0\nflags\t\t: {flags}\n" * 2)
+    assert prebuilt.prebuilt() is None  # in a clone
+    monkeypatch.setattr(prebuilt, "FOLDER", tmp_path)
+    for name in prebuilt.LEVELS:
+        (tmp_path / f"{name}.so").touch()
+    assert prebuilt.prebuilt() == (library and tmp_path / f"{library}.so")
 
 
 @needs_kernels
@@ -252,7 +269,7 @@ def test_two_processes_building_at_once_both_succeed_and_a_third_does_not_build(
 def test_a_killed_build_leaves_no_folder_that_looks_done(tmp_path):
     process = start(tmp_path)
     deadline = time.monotonic() + 60
-    while not any(tmp_path.glob("dofla/*/build.ninja")) and time.monotonic() < deadline:  # then the compiler starts
+    while not any(tmp_path.glob("dofla/.*/*/constants.h")) and time.monotonic() < deadline:  # then the compiler starts
         time.sleep(0.05)
     os.killpg(process.pid, signal.SIGKILL)  # its compilers too: it has a session of its own
     process.communicate()

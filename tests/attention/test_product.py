@@ -1,6 +1,7 @@
-"""The small matrix product of processors on which torch has none: float64's, and nothing else is written."""
+"""Small matrix products: of floats, where torch has none, and of bfloat16; float64's, and nothing else is written."""
 
 import ctypes
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,12 +10,29 @@ from headers import library_of, needs_compiler
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dofla.attention.compiled.prebuilt import flags_of_processor
+
 SOURCE = """
 #include "product.h"
 using Size = std::int64_t;
 extern "C" void matmul(Size rows, Size columns, Size inner, const float* a, Size a_stride, const float* b,
                        Size b_stride, float* c, Size c_stride, bool accumulate) {
   dofla::product::matmul(rows, columns, inner, a, a_stride, b, b_stride, c, c_stride, accumulate);
+}
+"""
+
+HALF = """
+#include "operands.h"
+using Size = std::int64_t;
+extern "C" bool matmul(Size rows, Size columns, Size inner, const float* a, const float* b, bool transposed, float* c) {
+  if (!dofla::torch_multiplies<dofla::Half>()) return false;
+  dofla::Operands<dofla::Half> operands;
+  dofla::Unwritten<dofla::Half> scratch(rows * inner);
+  const auto* left = operands.left(a, rows, inner, inner, scratch);
+  const auto* right = transposed ? operands.across(b, columns, inner) : operands.along(b, inner, columns);
+  dofla::matmul(rows, columns, inner, left, inner, right, columns, c, columns, false);
+  operands.release();
+  return true;
 }
 """
 
@@ -54,3 +72,28 @@ def test_products_are_those_of_float64(matmul, rows, columns, inner, more, accum
     matmul(rows, columns, inner, *operands, accumulate)
     assert (c - expected).abs().max() <= sum_error(inner + 1, size)
     assert torch.equal(whole[:, columns:], before[:, columns:])
+
+
+@pytest.fixture(scope="module")
+def matmul_half(tmp_path_factory):
+    torch_folder = Path(torch.__file__).parent
+    flags = "-isystem", torch_folder / "include", "-L", torch_folder / "lib", "-Wl,--no-as-needed", "-ltorch_cpu"
+    return library_of(HALF, tmp_path_factory.mktemp("half"), *map(str, flags)).matmul
+
+
+@pytest.mark.skipif("avx512_bf16" not in flags_of_processor(), reason="no products of bfloat16")
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize(("rows", "columns", "inner"), [(16, 32, 64), (64, 112, 64), (192, 64, 128)])
+def test_products_of_bfloat16_are_those_of_float64(matmul_half, rows, columns, inner, transposed):
+    generator = torch.Generator().manual_seed(rows)
+    a, b = torch.randn(rows, inner, generator=generator), torch.randn(inner, columns, generator=generator)
+    given, c = b.T.contiguous() if transposed else b, torch.full((rows, columns), torch.nan)
+    sizes = map(ctypes.c_int64, (rows, columns, inner))
+    if not matmul_half(*sizes, pointer(a), pointer(given), ctypes.c_bool(transposed), pointer(c)):
+        pytest.skip("torch has no products of bfloat16")
+    a, b = a.bfloat16().double(), b.bfloat16().double()
+    assert (c - a @ b).abs().max() <= sum_error(inner, float((a.abs() @ b.abs()).max()))
+
+
+def pointer(tensor):
+    return ctypes.c_void_p(tensor.data_ptr())

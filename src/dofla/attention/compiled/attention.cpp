@@ -1,11 +1,7 @@
 // The operator: which threads do what, and where in the tensors.
 #include "exact.h"
 #include "features.h"
-
-#include <ATen/Parallel.h>
-#include <ATen/core/Tensor.h>
-#include <ATen/ops/empty.h>
-#include <torch/library.h>
+#include "tensor.h"
 
 #include <optional>
 #include <tuple>
@@ -14,18 +10,18 @@
 namespace dofla {
 namespace {
 
-using Result = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
+using Result = std::tuple<Tensor, Tensor, Tensor, Tensor>;
 
 // Whether each sequence's numbers [B, L] follow each other; a single one has no stride to speak of.
-bool in_a_row(const at::Tensor& t) { return t.size(1) <= 1 || t.stride(1) == 1; }
+bool in_a_row(const Tensor& t) { return t.size(1) <= 1 || t.stride(1) == 1; }
 
 // Where head h of sequence n begins.
-const float* start(const at::Tensor& t, std::int64_t n, std::int64_t h) {
+const float* start(const Tensor& t, std::int64_t n, std::int64_t h) {
   return t.const_data_ptr<float>() + n * t.stride(0) + h * t.stride(1);
 }
 
 // The inputs of KV head h of sequence n, and of its query heads.
-HeadInputs inputs(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, const at::Tensor& log_weight,
+HeadInputs inputs(const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& log_weight,
                   std::int64_t n, std::int64_t h, std::int64_t groups) {
   const float* weight = log_weight.const_data_ptr<float>() + n * log_weight.stride(0);
   return {start(query, n, h * groups), start(key, n, h), start(value, n, h), weight,
@@ -33,10 +29,10 @@ HeadInputs inputs(const at::Tensor& query, const at::Tensor& key, const at::Tens
 }
 
 // One of two affine maps, if there are any: weight [Hkv, M, d] and bias [Hkv, M] of each; scale and curvature of each.
-features::Map map_of(std::size_t which, const std::vector<at::Tensor>& maps, const std::vector<double>& numbers) {
+features::Map map_of(std::size_t which, const Tensors& maps, const std::vector<double>& numbers) {
   if (maps.empty()) return {nullptr, nullptr, 1.0f, 0.0f};
-  const at::Tensor &weight = maps[2 * which], &bias = maps[2 * which + 1];
-  TORCH_CHECK(weight.is_contiguous() && bias.is_contiguous(), "maps must be contiguous");
+  const Tensor &weight = maps[2 * which], &bias = maps[2 * which + 1];
+  STD_TORCH_CHECK(weight.is_contiguous() && bias.is_contiguous(), "maps must be contiguous");
   return {weight.const_data_ptr<float>(), bias.const_data_ptr<float>(), static_cast<float>(numbers[2 * which]),
           static_cast<float>(numbers[2 * which + 1])};
 }
@@ -44,14 +40,14 @@ features::Map map_of(std::size_t which, const std::vector<at::Tensor>& maps, con
 // The exact part of a hybrid layer: query [B, H, L, d]; key and value [B, Hkv, L + window - 1, .] and log_weight
 // [B, L + window - 1] of near tokens; s sinks [B, Hkv, s, .], their log-weights and the row they are seen from [B, s].
 struct Exact {
-  const at::Tensor &query, &key, &value, &log_weight, &sink_key, &sink_value, &sink_log_weight, &visible_from;
+  const Tensor &query, &key, &value, &log_weight, &sink_key, &sink_value, &sink_log_weight, &visible_from;
   std::int64_t window;
   float scaling;
 
-  Exact(const std::vector<at::Tensor>& t, std::int64_t window, double scaling)
+  Exact(const Tensors& t, std::int64_t window, double scaling)
       : query(t[0]), key(t[1]), value(t[2]), log_weight(t[3]), sink_key(t[4]), sink_value(t[5]), sink_log_weight(t[6]),
         visible_from(t[7]), window(window), scaling(static_cast<float>(scaling)) {
-    TORCH_CHECK(query.stride(3) == 1 && key.stride(3) == 1 && value.stride(3) == 1 && in_a_row(log_weight) &&
+    STD_TORCH_CHECK(query.stride(3) == 1 && key.stride(3) == 1 && value.stride(3) == 1 && in_a_row(log_weight) &&
                     sink_key.is_contiguous() && sink_value.is_contiguous() && sink_log_weight.is_contiguous() &&
                     visible_from.is_contiguous(),
                 "rows must be contiguous");
@@ -83,21 +79,21 @@ struct Worker {
 
 // query [B, H, L, M or d], key [B, Hkv, L, M or d], value [B, Hkv, L, dv], log_weight [B, L] and mean [B, Hkv, M, dv] in
 // float32, log_mass [B, Hkv, M] in float64. The log-normalizer is that of the features alone.
-Result linear_attention(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
-                        const at::Tensor& log_weight, const at::Tensor& mean, const at::Tensor& log_mass,
-                        const std::vector<at::Tensor>& maps, const std::vector<double>& map_numbers,
-                        const std::vector<at::Tensor>& exact_part, std::int64_t window, double scaling) {
-  TORCH_CHECK(query.stride(3) == 1 && key.stride(3) == 1 && value.stride(3) == 1 && in_a_row(log_weight),
+Result linear_attention(const Tensor& query, const Tensor& key, const Tensor& value,
+                        const Tensor& log_weight, const Tensor& mean, const Tensor& log_mass,
+                        const Tensors& maps, const std::vector<double>& map_numbers,
+                        const Tensors& exact_part, std::int64_t window, double scaling) {
+  STD_TORCH_CHECK(query.stride(3) == 1 && key.stride(3) == 1 && value.stride(3) == 1 && in_a_row(log_weight),
               "rows must be contiguous");
   const std::int64_t batch = query.size(0), heads = query.size(1), length = query.size(2), kv_heads = key.size(1);
   const features::Sizes sizes{mean.size(2), query.size(3), value.size(3), heads / kv_heads};
   const features::Map query_map = map_of(0, maps, map_numbers), key_map = map_of(1, maps, map_numbers);
   std::optional<Exact> exact;
   if (!exact_part.empty()) exact.emplace(exact_part, window, scaling);
-  const at::Tensor out = at::empty({batch, heads, length, sizes.value_dim}, query.options());
-  const at::Tensor normalizer = at::empty({batch, heads, length}, query.options());
-  const at::Tensor mean_after = mean.clone(at::MemoryFormat::Contiguous);
-  const at::Tensor log_mass_after = log_mass.clone(at::MemoryFormat::Contiguous);
+  const Tensor out = empty<4>({batch, heads, length, sizes.value_dim}, query);
+  const Tensor normalizer = empty<3>({batch, heads, length}, query);
+  const Tensor mean_after = copied(mean);
+  const Tensor log_mass_after = copied(log_mass);
 
   const std::int64_t units = batch * kv_heads, chunks = (length + kChunk - 1) / kChunk;
   const std::int64_t mean_size = sizes.features * sizes.value_dim;
@@ -123,9 +119,9 @@ Result linear_attention(const at::Tensor& query, const at::Tensor& key, const at
                            exact->scaling);
   };
 
-  const std::int64_t threads = at::get_num_threads();
+  const std::int64_t threads = torch::stable::get_num_threads();
   if (chunks == 1 || units % threads == 0 || units >= 8 * threads) {
-    at::parallel_for(0, units, 1, [&](std::int64_t begin, std::int64_t end) {
+    torch::stable::parallel_for(0, units, 1, [&](std::int64_t begin, std::int64_t end) {
       Worker worker(sizes, exact);
       for (std::int64_t unit = begin; unit < end; ++unit) {
         for (std::int64_t chunk = 0; chunk < chunks; ++chunk) {
@@ -139,13 +135,13 @@ Result linear_attention(const at::Tensor& query, const at::Tensor& key, const at
   }
 
   // Too few heads to keep all threads busy: keep the state before each chunk, then all chunks are independent.
-  const at::Tensor means = at::empty({units * chunks, mean_size}, mean_after.options());
-  const at::Tensor log_masses = at::empty({units * chunks, sizes.features}, log_mass_after.options());
+  const Tensor means = empty<2>({units * chunks, mean_size}, mean_after);
+  const Tensor log_masses = empty<2>({units * chunks, sizes.features}, log_mass_after);
   const auto state_before = [&](std::int64_t place) {
     return features::State{means.mutable_data_ptr<float>() + place * mean_size,
                            log_masses.mutable_data_ptr<double>() + place * sizes.features};
   };
-  at::parallel_for(0, units, 1, [&](std::int64_t begin, std::int64_t end) {
+  torch::stable::parallel_for(0, units, 1, [&](std::int64_t begin, std::int64_t end) {
     Worker worker(sizes, exact);
     for (std::int64_t unit = begin; unit < end; ++unit) {
       for (std::int64_t chunk = 0; chunk < chunks; ++chunk) {
@@ -156,7 +152,7 @@ Result linear_attention(const at::Tensor& query, const at::Tensor& key, const at
       }
     }
   });
-  at::parallel_for(0, units * chunks, 1, [&](std::int64_t begin, std::int64_t end) {
+  torch::stable::parallel_for(0, units * chunks, 1, [&](std::int64_t begin, std::int64_t end) {
     Worker worker(sizes, exact);
     for (std::int64_t place = begin; place < end; ++place) {
       const std::int64_t unit = place / chunks, chunk = place % chunks;
@@ -168,27 +164,15 @@ Result linear_attention(const at::Tensor& query, const at::Tensor& key, const at
   return {out, normalizer, mean_after, log_mass_after};
 }
 
-// Whether small products run here: torch's need AVX2 or better, and torch built with oneDNN.
-bool supported() {
-  float a[256] = {}, b[256] = {}, c[256];
-  try {
-    matmul(16, 16, 16, a, 16, b, 16, c, 16, false);
-  } catch (const c10::Error&) {
-    return false;
-  }
-  return true;
-}
-
 }  // namespace
 
-TORCH_LIBRARY(dofla, library) {
+STABLE_TORCH_LIBRARY(dofla, library) {
   library.def(
       "linear_attention(Tensor query, Tensor key, Tensor value, Tensor log_weight, Tensor mean, Tensor log_mass, "
       "Tensor[] maps, float[] map_numbers, Tensor[] exact_part, int window, float scaling) -> (Tensor, Tensor, Tensor, "
       "Tensor)");
-  library.impl("linear_attention", c10::DispatchKey::CPU, &linear_attention);
-  library.def("supported() -> bool");
-  library.impl("supported", c10::DispatchKey::CompositeExplicitAutograd, &supported);
 }
+
+STABLE_TORCH_LIBRARY_IMPL(dofla, CPU, library) { library.impl("linear_attention", TORCH_BOX(&linear_attention)); }
 
 }  // namespace dofla

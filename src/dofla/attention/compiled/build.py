@@ -1,27 +1,31 @@
 """Compiling the kernels, once per machine and version, into the user's cache folder."""
 
 import hashlib
-import importlib.util
 import logging
 import os
 import platform
 import shlex
 import shutil
+import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
 from dofla.attention import constants
 from dofla.attention.compiled import SWITCH
+from dofla.attention.compiled.prebuilt import flags_of_processor, prebuilt
 from dofla.attention.layout import layout_header
 from dofla.errors import DoflaError
 from dofla.storage.files import new_folder
 
 _HERE = Path(__file__).parent
-_COMMON = ("-O3", "-fopenmp", "-fno-math-errno", "-fno-trapping-math")
-FLAGS = {"x86_64": (*_COMMON, "-march=native", "-mprefer-vector-width=512"), "aarch64": (*_COMMON, "-mcpu=native")}
+COMMON = ("-std=c++20", "-O3", "-fPIC", "-fopenmp-simd", "-fno-math-errno", "-fno-trapping-math")
+FLAGS = {"x86_64": (*COMMON, "-march=native", "-mprefer-vector-width=512"), "aarch64": (*COMMON, "-mcpu=native")}
 """Compiler flags, by machine."""
-_LIBRARY = "dofla_kernels"
+LOWEST_TORCH = "2.10"
+"""The first torch with what tensor.h takes of its stable ABI."""
+_LIBRARY = "dofla_kernels.so"
 
 logger = logging.getLogger(__name__)
 
@@ -32,23 +36,23 @@ def load() -> str | None:
         reason = _obstacle()
         if reason is not None:
             return reason
-        folder = cache_folder()
-        if (folder / f"{_LIBRARY}.so").exists():
-            torch.ops.load_library(folder / f"{_LIBRARY}.so")
+        if (library := prebuilt() or cache_folder() / _LIBRARY).exists():
+            torch.ops.load_library(library)
         else:
-            _compile_and_load(folder)
+            _compile_and_load(library)
         from dofla.attention.compiled import shapes  # noqa: F401  they can be registered now
     except Exception as error:  # compilers fail in many ways, and attention must go on without
         logger.warning("the compiled kernels could not be built, plain torch is used instead: %s", error)
         return f"building failed: {error}"
-    return None if torch.ops.dofla.supported() else "this processor lacks the vector instructions they need"
+    return None
 
 
 def cache_folder() -> Path:
     """Where the library of these sources, this torch and this processor is or will be."""
     root = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
     flags = FLAGS[platform.machine()]
-    digest = hashlib.sha256("\0".join((torch.__version__, *flags, _processor())).encode())
+    # The compiler uses all instruction sets, and home folders are shared between machines.
+    digest = hashlib.sha256("\0".join((torch.__version__, *flags, *flags_of_processor())).encode())
     for path in (*_sources(), *sorted(_HERE.glob("*.h"))):
         digest.update(path.read_bytes())
     for header in _generated().values():
@@ -85,76 +89,50 @@ def _obstacle() -> str | None:
         return f"switched off by {SWITCH}=0"
     if platform.machine() not in FLAGS or platform.system() != "Linux":
         return f"made for x86-64 and ARM Linux (aarch64), not {platform.machine()} {platform.system()}"
-    if (cache_folder() / f"{_LIBRARY}.so").exists():
+    if torch.__version__ < LOWEST_TORCH:  # it compares numbers
+        return f"made for torch {LOWEST_TORCH} or newer, not {torch.__version__}"
+    if prebuilt() or (cache_folder() / _LIBRARY).exists() or shutil.which(_compiler()[0]):
         return None
-    if shutil.which(_compiler()[0]) is None:
-        return "no C++ compiler found"
-    if _ninja_folder() is None:
-        return "ninja is not installed: pip install 'dofla[cpu]'"
-    return None
+    return "no C++ compiler found"
 
 
-def _ninja_folder() -> str | None:
-    """Where ninja is; the one of the Python package need not be on the path."""
-    found = shutil.which("ninja")
-    if found is None and importlib.util.find_spec("ninja"):
-        found = shutil.which("ninja", path=importlib.import_module("ninja").BIN_DIR)
-    return found and str(Path(found).parent)
-
-
-def _compile_and_load(folder: Path) -> None:
+def _compile_and_load(library: Path) -> None:
     """Built under another name first, so that an interrupted build leaves nothing that looks done."""
-    from torch.utils.cpp_extension import load
-
-    logger.warning("compiling the CPU kernels into %s, once (about 10 seconds)", folder)
-    before, library, loaded = os.environ.copy(), folder / f"{_LIBRARY}.so", False
-    os.environ["PATH"] = os.pathsep.join((before.get("PATH", ""), _ninja_folder() or ""))
+    logger.warning("compiling the CPU kernels into %s, once (about 10 seconds)", library.parent)
     try:
-        with new_folder(folder) as building:
-            if len(_compiler()) > 1:
-                os.environ["CXX"] = _in_one_word(building)
-            write_headers(building)
-            load(
-                _LIBRARY,
-                [str(path) for path in _sources()],
-                extra_include_paths=[str(building)],
-                extra_cflags=list(FLAGS[platform.machine()]),
-                build_directory=str(building),
-                is_python_module=False,
-            )
-            loaded = True
+        with new_folder(library.parent) as building:
+            compile_library(building / _LIBRARY, FLAGS[platform.machine()])
     except DoflaError:
         if not library.exists():  # otherwise another process was first, and its library is the same
             raise
-        if not loaded:
-            torch.ops.load_library(library)
+    torch.ops.load_library(library)
+
+
+def compile_library(library: Path, flags: Sequence[str]) -> None:
+    """Write the library of the kernels; DoflaError with what the compiler says if it fails."""
+    torch_folder, building = Path(torch.__file__).parent, library.parent
+    write_headers(building)
+    objects = [building / f"{source.stem}.o" for source in _sources()]
+    include = "-I", building, "-isystem", torch_folder / "include"
+    _all([[*_compiler(), *flags, *include, "-c", x, "-o", to] for x, to in zip(_sources(), objects, strict=True)])
+    _all([[*_compiler(), "-shared", "-s", *objects, "-L", torch_folder / "lib", "-ltorch_cpu", "-o", library]])
+    for path in objects:
+        path.unlink()
+
+
+def _all(commands: Sequence[Sequence[str | Path]]) -> None:
+    """Run commands at once; the first that fails ends the others."""
+    running = [subprocess.Popen(x, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) for x in commands]
+    try:
+        for command, process in zip(commands, running, strict=True):
+            said, _ = process.communicate()
+            if process.returncode:
+                raise DoflaError(f"{shlex.join(map(str, command))} failed: {said.strip() or process.returncode}")
     finally:
-        for name in ("PATH", "CXX"):
-            os.environ.pop(name, None)
-        os.environ |= {name: before[name] for name in ("PATH", "CXX") if name in before}
+        for process in running:
+            process.kill()
 
 
 def _compiler() -> list[str]:
     """The compiler, and what it is told."""
     return shlex.split(os.environ.get("CXX") or "c++")
-
-
-def _in_one_word(building: Path) -> str:
-    """A compiler of several words as torch takes it: ``ccache c++`` it would take for a program of that name."""
-    script = building / "compiler"
-    script.write_text(f'#!/bin/sh\nexec {shlex.join(_compiler())} "$@"\n', encoding="utf-8")
-    script.chmod(0o755)
-    return str(script)
-
-
-def _processor() -> str:
-    """The instruction sets, since the compiler uses all of them and home folders are shared between machines."""
-    names = ("flags", "Features", "CPU implementer", "CPU part")  # the first on x86-64, the others on ARM
-    return "\n".join(sorted({line for line in _cpuinfo().splitlines() if line.startswith(names)}))
-
-
-def _cpuinfo() -> str:
-    try:
-        return Path("/proc/cpuinfo").read_text(encoding="utf-8")
-    except OSError:
-        return f"flags {platform.processor()}"

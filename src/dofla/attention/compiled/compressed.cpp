@@ -2,8 +2,6 @@
 #include "decoding.h"
 #include "prefill.h"
 
-#include <torch/library.h>
-
 #include <algorithm>
 
 namespace dofla::cache {
@@ -16,23 +14,23 @@ using Integers64 = std::vector<std::int64_t>;
 struct Groups {
   const Integers64 &heads, &numbers;
   const Tensors &smoothing, &keys, &values;
-  const at::Tensor& tables;
+  const Tensor& tables;
   double scaling;
 
-  void check(const at::Tensor& key) const {
-    TORCH_CHECK(!numbers.empty() && numbers.size() % kGroupNumbers == 0 && keys.size() == numbers.size() / kGroupNumbers &&
+  void check(const Tensor& key) const {
+    STD_TORCH_CHECK(!numbers.empty() && numbers.size() % kGroupNumbers == 0 && keys.size() == numbers.size() / kGroupNumbers &&
                     keys.size() == values.size() && heads.size() == static_cast<std::size_t>(key.size(1)),
                 "each group has numbers and constants, each KV head a group");
   }
 
   // The jobs of queries [B, H, L, d], keys [B, Hkv, L, d] and values [B, Hkv, L, dv] with their states.
-  void add(std::vector<Job>& jobs, const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
-           const std::optional<at::Tensor>& log_weight, const States& states, const at::Tensor& out) const {
+  void add(std::vector<Job>& jobs, const Tensor& query, const Tensor& key, const Tensor& value,
+           const std::optional<Tensor>& log_weight, const States& states, const Tensor& out) const {
     auto head = heads.data();
     for (std::size_t n = 0; n < keys.size(); ++n) {
       GroupNumbers own;
       std::memcpy(&own, &numbers[n * kGroupNumbers], sizeof own);
-      TORCH_CHECK(own.kv_heads > 0 && own.kv_heads <= heads.data() + heads.size() - head, "groups have other heads");
+      STD_TORCH_CHECK(own.kv_heads > 0 && own.kv_heads <= heads.data() + heads.size() - head, "groups have other heads");
       jobs.emplace_back(
           Group(query, key, value, log_weight, states, smoothing, keys[n], values[n], tables, scaling, own, head), out);
       head += own.kv_heads;
@@ -41,20 +39,21 @@ struct Groups {
 };
 
 // Where the output [B, H, L, dv] goes. Tokens stand in front of heads, as what comes after attention wants them.
-at::Tensor output(const at::Tensor& query, const at::Tensor& value) {
-  return at::empty({query.size(0), query.size(2), query.size(1), value.size(3)}, value.options()).transpose(1, 2);
+Tensor output(const Tensor& query, const Tensor& value) {
+  const std::int64_t batch = query.size(0), heads = query.size(1), length = query.size(2), dim = value.size(3);
+  return empty_strided<4>({batch, heads, length, dim}, {length * heads * dim, dim, heads * dim, 1}, value);
 }
 
 // query [B, H, L, d], key [B, Hkv, L, d], value [B, Hkv, L, dv], the states [B, bytes], which are updated. Returns the output
 // [B, H, L, dv]. A vector that holds NaN or infinity, which codes cannot keep, is kept as zeros, and the output is NaN: of
 // a query its own row, of a key or a value those of its head from its token on. For torch.compile, shapes.py says shapes again.
-at::Tensor read_compressed(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
-                           const std::optional<at::Tensor>& log_weight, const at::Tensor& state, const Tensors& smoothing,
-                           const Tensors& keys, const Tensors& values, const at::Tensor& tables, double scaling, const Integers64& heads,
+Tensor read_compressed(const Tensor& query, const Tensor& key, const Tensor& value,
+                           const std::optional<Tensor>& log_weight, const Tensor& state, const Tensors& smoothing,
+                           const Tensors& keys, const Tensors& values, const Tensor& tables, double scaling, const Integers64& heads,
                            const Integers64& numbers) {
   const Groups groups{heads, numbers, smoothing, keys, values, tables, scaling};
   groups.check(key);
-  const at::Tensor out = output(query, value);
+  const Tensor out = output(query, value);
   std::vector<Job> jobs;
   groups.add(jobs, query, key, value, log_weight, States(state), out);
   query.size(2) == 1 ? decode(jobs) : prefill(jobs);
@@ -64,22 +63,23 @@ at::Tensor read_compressed(const at::Tensor& query, const at::Tensor& key, const
 // Sequences of different lengths, one after the other: query [1, H, L, d], key [1, Hkv, L, d], value [1, Hkv, L, dv], of which
 // sequence n has the tokens from starts[n] to starts[n + 1]; those with one token stand first. Their states are rows `pages` [n],
 // int64, of the pool [P, bytes], and are updated there. Returns the output [1, H, L, dv].
-at::Tensor read_pages(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, const at::Tensor& pool,
-                      const at::Tensor& pages, const Integers64& starts, const Tensors& smoothing, const Tensors& keys, const Tensors& values,
-                      const at::Tensor& tables, double scaling, const Integers64& heads, const Integers64& numbers) {
+Tensor read_pages(const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& pool,
+                      const Tensor& pages, const Integers64& starts, const Tensors& smoothing, const Tensors& keys, const Tensors& values,
+                      const Tensor& tables, double scaling, const Integers64& heads, const Integers64& numbers) {
   const Groups groups{heads, numbers, smoothing, keys, values, tables, scaling};
   groups.check(key);
   const std::int64_t sequences = pages.numel();
-  TORCH_CHECK(starts.size() == static_cast<std::size_t>(sequences) + 1 && starts.front() == 0 && starts.back() == query.size(2) &&
+  STD_TORCH_CHECK(starts.size() == static_cast<std::size_t>(sequences) + 1 && starts.front() == 0 && starts.back() == query.size(2) &&
                   std::is_sorted(starts.begin(), starts.end()),
               "each sequence has a page and a start, in order");
-  const at::Tensor of_sequences = pages.contiguous(), out = output(query, value);
+  const Tensor of_sequences = torch::stable::contiguous(pages), out = output(query, value);
   // Jobs of sequences from `first` on, `count` of them, all of one length.
   const auto add = [&](std::vector<Job>& jobs, std::int64_t first, std::int64_t count) {
-    const States states(pool, of_sequences.narrow(0, first, count));
-    const auto part = [&](const at::Tensor& x) {
-      const at::Tensor rows = x.narrow(2, starts[first], starts[first + count] - starts[first]);
-      return count == 1 ? rows : rows.transpose(0, 2);
+    const States states(pool, count, of_sequences.const_data_ptr<std::int64_t>() + first);
+    const std::int64_t length = starts[first + 1] - starts[first];
+    const auto part = [&](const Tensor& x) {
+      const std::int64_t row = x.stride(2);
+      return viewed<4>(x, {count, x.size(1), length, x.size(3)}, {length * row, x.stride(1), row, x.stride(3)}, starts[first] * row);
     };
     groups.add(jobs, part(query), part(key), part(value), std::nullopt, states, part(out));
   };
@@ -97,15 +97,18 @@ at::Tensor read_pages(const at::Tensor& query, const at::Tensor& key, const at::
 
 }  // namespace
 
-TORCH_LIBRARY_FRAGMENT(dofla, library) {
+STABLE_TORCH_LIBRARY_FRAGMENT(dofla, library) {
   library.def(
       "read_compressed(Tensor query, Tensor key, Tensor value, Tensor? log_weight, Tensor(a!) state, Tensor[] smoothing, "
       "Tensor[] keys, Tensor[] values, Tensor tables, float scaling, int[] heads, int[] groups) -> Tensor");
-  library.impl("read_compressed", c10::DispatchKey::CPU, &read_compressed);
   library.def(
       "read_pages(Tensor query, Tensor key, Tensor value, Tensor(a!) pool, Tensor pages, int[] starts, Tensor[] smoothing, "
       "Tensor[] keys, Tensor[] values, Tensor tables, float scaling, int[] heads, int[] groups) -> Tensor");
-  library.impl("read_pages", c10::DispatchKey::CPU, &read_pages);
+}
+
+STABLE_TORCH_LIBRARY_IMPL(dofla, CPU, library) {
+  library.impl("read_compressed", TORCH_BOX(&read_compressed));
+  library.impl("read_pages", TORCH_BOX(&read_pages));
 }
 
 }  // namespace dofla::cache

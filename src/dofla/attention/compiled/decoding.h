@@ -3,7 +3,6 @@
 
 #include "heavy_hitters.h"
 
-#include <ATen/Parallel.h>
 
 #include <atomic>
 #include <cmath>
@@ -203,10 +202,10 @@ inline void decode(const std::vector<Job>& jobs) {
     for (std::size_t part = 0; part < left[unit]; ++part) parts.emplace_back(unit, part);
     scores += jobs[which].scores;
   }
-  const std::int64_t most = std::min<std::int64_t>(at::get_num_threads(), parts.size());
+  const std::int64_t most = std::min<std::int64_t>(torch::stable::get_num_threads(), parts.size());
   const auto threads = std::clamp<std::int64_t>(std::llround(scores / kWorthAThread), 1, most);
   std::atomic<std::size_t> next = 0;
-  at::parallel_for(0, threads, 1, [&](std::int64_t begin, std::int64_t end) {
+  torch::stable::parallel_for(0, threads, 1, [&](std::int64_t begin, std::int64_t end) {
     for (; begin < end; ++begin) {
       Mine<Decoder> mine;
       for (std::size_t place = next++; place < parts.size(); place = next++) {

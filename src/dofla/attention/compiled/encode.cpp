@@ -2,32 +2,26 @@
 #include "rows.h"
 #include "together.h"
 
-#include <ATen/Parallel.h>
-#include <ATen/ops/empty.h>
-#include <torch/library.h>
-
 #include <tuple>
 
 namespace dofla::cache {
 namespace {
 
 // Codes [B, Hkv, n, bytes] and scales [B, Hkv, n, blocks], uint8, of vectors [B, Hkv, n, d] and exponents [B, Hkv, n], int8.
-std::tuple<at::Tensor, at::Tensor> encode(const at::Tensor& integers, const at::Tensor& exponents, const at::Tensor& constants,
-                                          const at::Tensor& tables) {
-  TORCH_CHECK(integers.is_contiguous() && integers.scalar_type() == at::kChar && integers.dim() == 4, "integers must be int8");
-  TORCH_CHECK(exponents.is_contiguous() && exponents.scalar_type() == at::kChar && exponents.numel() * integers.size(3) == integers.numel(),
+std::tuple<Tensor, Tensor> encode(const Tensor& integers, const Tensor& exponents, const Tensor& constants,
+                                          const Tensor& tables) {
+  STD_TORCH_CHECK(integers.is_contiguous() && integers.scalar_type() == ScalarType::Char && integers.dim() == 4, "integers must be int8");
+  STD_TORCH_CHECK(exponents.is_contiguous() && exponents.scalar_type() == ScalarType::Char && exponents.numel() * integers.size(3) == integers.numel(),
               "there is an exponent for each vector");
   const std::int64_t heads = integers.size(1), count = integers.size(2), dim = integers.size(3);
   const Coders coders(constants, heads, dim, tables);
   const std::int64_t bytes = coders.head(0).bytes(), blocks = dim / coders.block;
-  const auto options = integers.options().dtype(at::kByte);
-  at::Tensor codes = at::empty({integers.size(0), heads, count, bytes}, options);
-  at::Tensor scales = at::empty({integers.size(0), heads, count, blocks}, options);
+  const Tensor codes = empty<4>({integers.size(0), heads, count, bytes}, constants), scales = empty<4>({integers.size(0), heads, count, blocks}, constants);
   const std::int64_t parts = (count + kLanes - 1) / kLanes;
-  const auto rows = [](const at::Tensor& t, std::int64_t first, std::int64_t stride) {
+  const auto rows = [](const Tensor& t, std::int64_t first, std::int64_t stride) {
     return coding::BytesOf{static_cast<std::uint8_t*>(t.data_ptr()) + first * stride, stride};
   };
-  at::parallel_for(0, integers.size(0) * heads * parts, 1, [&](std::int64_t begin, std::int64_t end) {
+  torch::stable::parallel_for(0, integers.size(0) * heads * parts, 1, [&](std::int64_t begin, std::int64_t end) {
     coding::Together scratch(dim);
     for (std::int64_t place = begin; place < end; ++place) {
       const std::int64_t unit = place / parts, from = place % parts * kLanes, first = unit * count + from;
@@ -43,9 +37,10 @@ std::tuple<at::Tensor, at::Tensor> encode(const at::Tensor& integers, const at::
 
 }  // namespace
 
-TORCH_LIBRARY_FRAGMENT(dofla, library) {
+STABLE_TORCH_LIBRARY_FRAGMENT(dofla, library) {
   library.def("encode(Tensor integers, Tensor exponents, Tensor constants, Tensor tables) -> (Tensor, Tensor)");
-  library.impl("encode", c10::DispatchKey::CPU, &encode);
 }
+
+STABLE_TORCH_LIBRARY_IMPL(dofla, CPU, library) { library.impl("encode", TORCH_BOX(&encode)); }
 
 }  // namespace dofla::cache

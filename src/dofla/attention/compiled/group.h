@@ -34,8 +34,8 @@ struct Group {
   std::vector<float> entering;         // ... of the tokens that enter the tier [B, L]
   std::vector<std::int64_t> sources;   // [B, s]: which of the tokens that leave the window becomes this sink; or -1
 
-  Group(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const std::optional<at::Tensor>& log_weight,
-        const States& given, const Smoothing& smoothing, const at::Tensor& of_keys, const at::Tensor& of_values, const at::Tensor& tables, double scaling,
+  Group(const Tensor& q, const Tensor& k, const Tensor& v, const std::optional<Tensor>& log_weight,
+        const States& given, const Smoothing& smoothing, const Tensor& of_keys, const Tensor& of_values, const Tensor& tables, double scaling,
         const GroupNumbers& numbers, const std::int64_t* of_layer)
       : numbers(numbers), batch(q.size(0)), length(q.size(2)), groups(q.size(1) / k.size(1)),
         scaling(static_cast<float>(scaling)), heads(of_layer, of_layer + numbers.kv_heads), query(q, smoothing, groups), key(k, smoothing),
@@ -43,9 +43,9 @@ struct Group {
         keys(of_keys, numbers.kv_heads, numbers.key_dim, tables), values(of_values, numbers.kv_heads, numbers.value_dim, tables),
         states(given), step(static_cast<float>(scaling * M_LOG2E * 8)), stride(whole_lanes(numbers.key_dim)),
         rotation(numbers.grows ? 0 : keys.heads * keys.dim * stride), fineness(keys.heads * keys.dim) {
-    TORCH_CHECK(tables.is_cpu() && tables.numel() == coding::Tables::kSize, "tables are elsewhere, or of another version");
-    TORCH_CHECK(q.size(3) == keys.dim && k.size(3) == keys.dim && v.size(3) == values.dim, "sizes of heads differ");
-    for (const std::int64_t head : heads) TORCH_CHECK(0 <= head && head < k.size(1), "there is no KV head ", head);
+    STD_TORCH_CHECK(tables.is_cpu() && tables.numel() == coding::Tables::kSize, "tables are elsewhere, or of another version");
+    STD_TORCH_CHECK(q.size(3) == keys.dim && k.size(3) == keys.dim && v.size(3) == values.dim, "sizes of heads differ");
+    for (const std::int64_t head : heads) STD_TORCH_CHECK(0 <= head && head < k.size(1), "there is no KV head ", head);
     lay_out();
     for (std::int64_t h = 0; h < (numbers.grows ? 0 : keys.heads); ++h) {  // nobody is evicted from what grows
       coding::whole_columns(keys.head(h).back, keys.dim, &rotation[h * keys.dim * stride], stride, &fineness[h * keys.dim]);
@@ -71,14 +71,14 @@ struct Group {
  private:
   void lay_out() {
     const GroupNumbers& g = numbers;
-    TORCH_CHECK(g.window > 0 && g.newest > 0 && g.slots > g.newest, "a compressed cache has a window and a tier");
-    TORCH_CHECK(keys.head(0).bytes() == g.key_bytes && values.head(0).bytes() == g.value_bytes &&
+    STD_TORCH_CHECK(g.window > 0 && g.newest > 0 && g.slots > g.newest, "a compressed cache has a window and a tier");
+    STD_TORCH_CHECK(keys.head(0).bytes() == g.key_bytes && values.head(0).bytes() == g.value_bytes &&
                     keys.dim / keys.block == g.key_blocks && values.dim / values.block == g.value_blocks,
                 "coders are of other sizes");
-    const at::Tensor& rows = states.rows;
-    TORCH_CHECK(states.count() == batch, "each sequence has a state");
+    const Tensor& rows = states.rows;
+    STD_TORCH_CHECK(states.count == batch, "each sequence has a state");
     const auto tokens = [&](std::int64_t count, const Starts& starts, const Widths& widths) {
-      return Tokens{g.kv_heads, count, starts, widths, static_cast<char*>(rows.data_ptr()), rows.stride(0), states.pages()};
+      return Tokens{g.kv_heads, count, starts, widths, static_cast<char*>(rows.data_ptr()), rows.stride(0), states.pages};
     };
     const Widths exact{g.key_dim, 1, g.value_dim, 1}, coded{g.key_bytes, g.key_blocks, g.value_bytes, g.value_blocks};
     window = tokens(g.window, {g.window_key, g.window_key_exponent, g.window_value, g.window_value_exponent, g.window_log_weight}, exact);
@@ -87,7 +87,7 @@ struct Group {
     }
     tier = tokens(g.slots, {g.tier_key, g.tier_key_scale, g.tier_value, g.tier_value_scale, g.tier_score}, coded);
     const std::int64_t end = g.tier_score + g.kv_heads * g.slots * static_cast<std::int64_t>(sizeof(std::int16_t));
-    TORCH_CHECK(end <= rows.size(1), "the state is another layer's");
+    STD_TORCH_CHECK(end <= rows.size(1), "the state is another layer's");
   }
 
   // The new tokens go into the window at one end; what goes out at the other becomes a sink, or enters the tier.
@@ -153,7 +153,7 @@ struct Job {
   Vectors out;
   double scores;  // that a KV head computes, more or less
 
-  Job(Group given, const at::Tensor& out)
+  Job(Group given, const Tensor& out)
       : group(std::move(given)), out(out), scores(group.groups * group.length * group.columns()) {}
 };
 

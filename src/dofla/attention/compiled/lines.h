@@ -4,7 +4,6 @@
 #include "heavy_hitters.h"
 #include "together.h"
 
-#include <ATen/Parallel.h>
 
 namespace dofla::cache {
 
@@ -12,7 +11,7 @@ constexpr std::int64_t kApart = kLanes / 4;  // fewer tokens than these are code
 
 // What window and tier held before, followed by the tokens that came in.
 class Lines {
-  std::vector<at::Tensor> memory_;  // in front of what is made in it
+  std::vector<Unwritten<char>> memory_;  // in front of what is made in it
 
  public:
   Tokens window, tier;
@@ -37,8 +36,7 @@ class Lines {
       end += (longer.heads * longer.count * of.widths[part] + kAlignment - 1) / kAlignment * kAlignment;
       longer.stride = end;
     }
-    memory_.push_back(at::empty({group.batch, longer.stride}, at::kByte));
-    longer.rows = static_cast<char*>(memory_.back().data_ptr());
+    longer.rows = memory_.emplace_back(group.batch * longer.stride).data();
     return longer;
   }
 };
@@ -63,7 +61,7 @@ inline std::vector<std::int64_t> code(const Group& group, const Lines& lines) {
   const std::int64_t wide = std::max(group.keys.dim, group.values.dim), window = group.window.count, held = group.tier.count;
   std::vector<char> unsound(group.units() * length);
   const auto for_tokens = [&](const auto& begin_unit, const auto& each) {
-    at::parallel_for(0, group.units() * chunks, 1, [&](std::int64_t begin, std::int64_t end) {
+    torch::stable::parallel_for(0, group.units() * chunks, 1, [&](std::int64_t begin, std::int64_t end) {
       std::vector<float> vector(wide);
       std::vector<std::int16_t> integers(wide);
       coding::Together together(wide);

@@ -93,7 +93,7 @@ class Work {
 
 inline void prefill(const std::vector<Job>& jobs) {
   Work work(jobs);
-  at::parallel_for(0, at::get_num_threads(), 1, [&](std::int64_t begin, std::int64_t end) {
+  torch::stable::parallel_for(0, torch::stable::get_num_threads(), 1, [&](std::int64_t begin, std::int64_t end) {
     for (; begin < end; ++begin) work.take();
   });
 }

@@ -3,8 +3,7 @@
 
 #include "codes.h"
 #include "layout.h"
-
-#include <ATen/core/Tensor.h>
+#include "tensor.h"
 
 #include <array>
 
@@ -16,10 +15,10 @@ class Coders {
   std::int64_t heads, dim, block;
   coding::Tables tables;
 
-  Coders(const at::Tensor& row, std::int64_t heads, std::int64_t dim, const at::Tensor& tables)
+  Coders(const Tensor& row, std::int64_t heads, std::int64_t dim, const Tensor& tables)
       : heads(heads), dim(dim), block(dim % 16 == 0 && dim >= 32 ? 16 : 8),
         tables{tables.const_data_ptr<float>()}, row_(static_cast<const char*>(row.const_data_ptr())) {
-    TORCH_CHECK(row.is_contiguous() && row.scalar_type() == at::kByte, "constants must be a row of bytes");
+    STD_TORCH_CHECK(row.is_contiguous() && row.scalar_type() == ScalarType::Byte, "constants must be a row of bytes");
     const std::int64_t numbers = heads * dim, blocks = dim / block;
     std::int64_t end = 0;
     const auto next = [&](std::int64_t bytes) {
@@ -33,10 +32,10 @@ class Coders {
     mean_ = next(numbers * sizeof(float));
     middle_ = next(numbers * sizeof(float));
     bits_ = next(blocks);
-    TORCH_CHECK(dim % block == 0 && row.numel() == end, "constants are of other sizes");
+    STD_TORCH_CHECK(dim % block == 0 && row.numel() == end, "constants are of other sizes");
     for (std::int64_t n = 0; n < blocks; ++n) {
       const int found = part<std::uint8_t>(bits_)[n];
-      TORCH_CHECK(found >= 1 && found <= kMostBits, "blocks have 1 to 5 bits");
+      STD_TORCH_CHECK(found >= 1 && found <= kMostBits, "blocks have 1 to 5 bits");
     }
   }
 

@@ -2,32 +2,28 @@
 #pragma once
 
 #include "coding.h"
-
-#include <ATen/core/Tensor.h>
-#include <ATen/ops/empty.h>
+#include "tensor.h"
 
 namespace dofla::cache {
 
-using Tensors = std::vector<at::Tensor>;
-
 // What the keys of a layer go through, and the queries (KeySmoothing): mean and scale [Hkv, d], or nothing.
-using Smoothing = std::vector<at::Tensor>;
+using Smoothing = Tensors;
 
 // Vectors [B, H, L, d] in float32 or bfloat16, read and written as float32.
 class Vectors {
  public:
-  explicit Vectors(const at::Tensor& t)
+  explicit Vectors(const Tensor& t)
       : data_(static_cast<char*>(t.data_ptr())), batch_(t.stride(0)), head_(t.stride(1)), row_(t.stride(2)),
-        dim_(t.size(3)), half_(t.scalar_type() == at::kBFloat16) {
-    TORCH_CHECK(half_ || t.scalar_type() == at::kFloat, "vectors must be float32 or bfloat16");
-    TORCH_CHECK(t.stride(3) == 1, "rows must be contiguous");
+        dim_(t.size(3)), half_(t.scalar_type() == ScalarType::BFloat16) {
+    STD_TORCH_CHECK(half_ || t.scalar_type() == ScalarType::Float, "vectors must be float32 or bfloat16");
+    STD_TORCH_CHECK(t.stride(3) == 1, "rows must be contiguous");
   }
 
   // Keys that are read smoothed; or queries, of so many heads for each KV head.
-  Vectors(const at::Tensor& t, const Smoothing& smoothing, std::int64_t queries = 0) : Vectors(t) {
+  Vectors(const Tensor& t, const Smoothing& smoothing, std::int64_t queries = 0) : Vectors(t) {
     if (smoothing.empty()) return;
-    for (const at::Tensor& x : smoothing) {
-      TORCH_CHECK(x.scalar_type() == at::kFloat && x.is_contiguous() && x.numel() * std::max<std::int64_t>(queries, 1) == t.size(1) * dim_,
+    for (const Tensor& x : smoothing) {
+      STD_TORCH_CHECK(x.scalar_type() == ScalarType::Float && x.is_contiguous() && x.numel() * std::max<std::int64_t>(queries, 1) == t.size(1) * dim_,
                   "each channel of a KV head has a mean and a scale, in float32");
     }
     queries_ = queries;
@@ -83,14 +79,14 @@ class Vectors {
 
 // The states of a call, which it updates: rows [B, bytes]; or those `pages` [B] of a pool [P, bytes].
 struct States {
-  at::Tensor rows, of_sequences;
+  Tensor rows;
+  std::int64_t count;
+  const std::int64_t* pages;
 
-  explicit States(const at::Tensor& rows, const at::Tensor& of_sequences = {}) : rows(rows), of_sequences(of_sequences) {
-    TORCH_CHECK(rows.scalar_type() == at::kByte && rows.stride(1) == 1, "a state is a row of bytes, one after the other");
+  explicit States(const Tensor& rows) : States(rows, rows.size(0), nullptr) {}
+  States(const Tensor& rows, std::int64_t count, const std::int64_t* pages) : rows(rows), count(count), pages(pages) {
+    STD_TORCH_CHECK(rows.scalar_type() == ScalarType::Byte && rows.stride(1) == 1, "a state is a row of bytes, one after the other");
   }
-
-  std::int64_t count() const { return of_sequences.defined() ? of_sequences.numel() : rows.size(0); }
-  const std::int64_t* pages() const { return of_sequences.defined() ? of_sequences.const_data_ptr<std::int64_t>() : nullptr; }
 };
 
 }  // namespace dofla::cache
