@@ -7,8 +7,8 @@ exact.h is exact.py.
 
 They keep each chunk in the processor's cache. Small matrix products are torch's own (oneDNN) on x86-64, those of
 product.h elsewhere. tensor.h is what they take of torch, its stable ABI: one library serves any torch from 2.10 on, and
-a wheel brings libraries along (prebuilt.py). Where the kernels cannot be built or do not run, :func:`obstacle` says why,
-and plain torch does the same work.
+a wheel brings libraries along (prebuilt.py). Where the kernels cannot be built or do not run, :func:`obstacle` says
+why, and plain torch does the same work.
 """
 
 from collections.abc import Sequence
