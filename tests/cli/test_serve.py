@@ -66,6 +66,27 @@ def test_a_chat_goes_on_and_is_streamed(client):
     assert prompts[1] > prompts[0]
 
 
+@pytest.mark.slow
+def test_a_chat_goes_on_in_another_server(client, tiny, tmp_path, monkeypatch):
+    folder, kept = tmp_path / "small", tmp_path / "sessions"
+    small(tiny).save_pretrained(folder)
+    chat_tokenizer().save_pretrained(folder)
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    messages, options = [], {"model": "small", "max_tokens": 8, "temperature": 0}
+    for question in ("Who came to the door?", "And then?"):
+        messages.append({"role": "user", "content": question})
+        with started(folder, "--session-folder", str(kept)) as (place, _):
+            result = openai.OpenAI(base_url=place, api_key="none", max_retries=5).chat.completions.create(
+                messages=messages, **options
+            )
+        assert (
+            result.choices[0].message.content
+            == client.chat.completions.create(messages=messages, **options).choices[0].message.content
+        )
+        messages.append({"role": "assistant", "content": result.choices[0].message.content})
+        assert len(list(kept.iterdir())) >= 1
+
+
 def test_what_is_longer_than_the_positions_is_answered_from_its_end(client):
     tail, answers = " and then they went home" * 100, set()
     for start in ("Once upon a time there was a dog", "The sun is warm, said the old man"):

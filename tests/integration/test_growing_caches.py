@@ -92,10 +92,11 @@ def test_calls_of_different_lengths_share_passes(model, tiny, slots):
     assert all(torch.equal(*pair) for pair in zip(alone, together, strict=True))
 
 
-def test_a_session_reads_on(model, tiny, slots):
+def test_a_session_reads_on(model, tiny, slots, tmp_path):
     slots(16)
-    session, ids = Session(model), tiny.tokens(1, 30)
+    ids = tiny.tokens(1, 30)
     for turn in (10, 20):
+        session = Session(model, folder=tmp_path)  # another one each time
         ids = torch.cat([ids, tiny.tokens(1, turn)], 1)
         wanted, ids = greedy(model, ids), greedy(session, ids)
         assert torch.equal(ids, wanted)

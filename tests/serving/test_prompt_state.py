@@ -77,7 +77,7 @@ def test_a_state_of_another_form_or_a_damaged_one_is_refused_by_name(tiny, tmp_p
         ):
             load_state(path, other)
     with monkeypatch.context() as earlier:
-        earlier.setattr("dofla.serving.prompt_state._FORMAT", "8")
+        earlier.setattr("dofla.layers.state_file._FORMAT", "8")
         with pytest.raises(DoflaError, match=r"document\.safetensors is no state of this version"):
             load_state(path, model)
     path.write_bytes(path.read_bytes()[:-20])

@@ -202,3 +202,38 @@ def test_what_keeps_no_states_has_no_session(tiny):
         for read in (Session, dofla.serving.Stream, lambda x: dofla.serving.read_prompt(x, tiny.tokens(1, 20))):
             with pytest.raises(DoflaError, match=why):
                 read(model)
+
+
+def test_conversations_in_a_folder_go_on_in_another_session(model, tiny, tmp_path, caplog):
+    folder = tmp_path / "sessions"
+    if not is_converted(model):
+        with pytest.raises(DoflaError, match="the model is not converted"):
+            Session(model, folder=folder)
+        compressed = compress(model, tiny.tokens(4, 64), 24, keep_softmax=["model.layers.0.self_attn"])
+        with pytest.raises(DoflaError, match="sessions takes conversations of models that are compressed as a whole"):
+            Session(compressed, folder=folder)
+        return
+    first, texts = Session(model, folder=folder), [tiny.tokens(1, 40), tiny.tokens(1, 30, seed=5)]
+    for _ in range(2):
+        texts = [torch.cat([answer(first, text), tiny.tokens(1, 7)], 1) for text in texts]
+    files = sorted(folder.iterdir())
+    assert len(files) == 2
+    files.append(folder / "half.safetensors")
+    files[2].write_bytes(files[0].read_bytes()[:500])
+    second = Session(model, folder=folder)
+    assert f"passed over: {files[2]}" in caplog.text
+    for text in texts:
+        assert torch.equal(answer(second, text), answer(model, text))
+        assert second.read == 7
+    assert sorted(folder.iterdir()) == sorted(files)
+    branch = torch.cat([texts[0], tiny.tokens(1, 3, seed=8)], 1)  # from what is now the state after a longer text
+    assert torch.equal(answer(second, branch), answer(model, branch))
+    assert len(list(folder.iterdir())) == 4
+    assert Session(model, most=1, folder=folder)._files.keys() <= second._files.keys()
+
+
+def test_a_folder_that_cannot_be_written_leaves_the_answer(tiny, tmp_path, caplog):
+    model, text = model_of(tiny), tiny.tokens(1, 20)
+    (tmp_path / "file").touch()
+    assert torch.equal(answer(Session(model, folder=tmp_path / "file" / "sessions"), text), answer(model, text))
+    assert "sessions" in caplog.text

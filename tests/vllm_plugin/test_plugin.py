@@ -11,6 +11,8 @@ from dofla.vllm.plugin import register
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
 DRAFTED = {"method": "draft_model", "num_speculative_tokens": 2}
+MOVES = {"kv_connector": "DoflaConnector", "kv_role": "kv_both"}
+IN_TMP = MOVES | {"kv_connector_extra_config": {"folder": "/tmp"}}
 GREEDY = SamplingParams(max_tokens=12, min_tokens=12, temperature=0)
 
 
@@ -168,12 +170,15 @@ def test_candidates_that_are_refused_leave_no_trace(kind, prompts, request, monk
     ("options", "words"),
     [
         ({"speculative_config": DRAFTED}, "cannot have that of a draft model .'draft_model'.: give"),
-        ({"kv_transfer_config": {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}}, "not moved between"),
+        ({"kv_transfer_config": MOVES | {"kv_connector": "ExampleConnector"}}, "'ExampleConnector' does not move"),
+        ({"kv_transfer_config": MOVES}, "name the folder of conversations"),
+        ({"kv_transfer_config": IN_TMP, "speculative_config": NGRAM}, "moves no states beside --speculative-config"),
+        ({"kv_transfer_config": IN_TMP, "tensor_parallel_size": 2}, "moves no states beside --tensor-parallel-size"),
     ],
 )
 def test_what_a_state_cannot_do_is_refused(compressed, plain, options, words):
-    if "speculative_config" in options:
-        options["speculative_config"]["model"] = str(plain[1])
+    if options.get("speculative_config") is DRAFTED:
+        options["speculative_config"] = DRAFTED | {"model": str(plain[1])}
     with pytest.raises(Exception, match=words):
         engine(compressed[1], **options)
 

@@ -163,6 +163,9 @@ def serve(
     host: Annotated[str, Option(help="Address to listen on.")] = "localhost",
     port: Annotated[int, Option(help="Port to listen on; 0: any free port.")] = 8000,
     sessions: Annotated[int, Option(help="Conversations whose cache is kept between turns.")] = 32,
+    session_folder: Annotated[
+        Path | None, Option(help="Folder to keep conversations in; a server that starts reads them.", hidden=True)
+    ] = None,
     at_once: Annotated[int, Option(help="Maximum number of concurrent requests; 1 with --compile.")] = 16,
     compile: Annotated[
         bool, Option("--compile", help="Decode with torch.compile: faster, but the first request takes 30 s.")
@@ -176,7 +179,7 @@ def serve(
 ) -> dict[str, Any]:
     """Serve a compressed model over an OpenAI-compatible API.
 
-    A turn of a conversation reads only its new tokens.
+    A turn of a conversation reads only its new tokens. With --session-folder DIR it also does so after a restart.
     """
     from dofla.runs.opening import open_converted, reader_of
     from dofla.serving.compiled_model import CompiledModel
@@ -197,7 +200,7 @@ def serve(
         if api_key is None and is_open(place):
             logger.warning("anyone who reaches --host %s is answered: give --api-key, or DOFLA_API_KEY", host)
         current_view().show(f"{name} answers at http://{host}:{place.getsockname()[1]}/v1 until Ctrl-C")
-        answering, reader = conversing(writer, sessions), reader_of(model, opened, tokenizer)
+        answering, reader = conversing(writer, sessions, session_folder), reader_of(model, opened, tokenizer)
         at_once = 1 if compile else at_once
         server(name, answering, reader, at_once, key=api_key, **serving).run(sockets=[place])
     return {"model": name}

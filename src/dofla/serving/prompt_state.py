@@ -1,7 +1,5 @@
 """A prompt's state on disk: read a long document once, then go on from there as often as one likes."""
 
-import json
-from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +13,8 @@ from dofla.integration.converted import Converted
 from dofla.integration.offload import device_of
 from dofla.integration.positions import text_positions
 from dofla.integration.reading import check_keeps_states, check_readable
+from dofla.layers.state_file import filled, form, tensors_of
 from dofla.storage.tensors import read_tensors, write_tensors
-
-_FORMAT = "9"
-"""Earlier ones had the oldest tokens of a tier first, other names, or several tensors in a compressed layer."""
 
 
 def read_prompt(model: PreTrainedModel, input_ids: Tensor, *, chunk: int = 4096, cache: Cache | None = None) -> Cache:
@@ -51,11 +47,12 @@ def save_state(cache: Cache, input_ids: Tensor, path: str | Path, model: PreTrai
     if not cache.layers:
         raise DoflaError("the cache is empty: read the prompt with read_prompt")
     tensors: dict[str, Tensor] = {"input_ids": input_ids}
+    layers = _layers(model)
     for index, entry in enumerate(cache.layers):
         if not isinstance(entry, LinearCacheLayer) or entry.states is None:
             raise DoflaError(f"layer {index} has no linear-attention state: only fully linear models can save a prompt")
-        for group, state in enumerate(entry.states):
-            tensors |= _tensors(state, f"{index}.{group}")
+        for group, state in enumerate(layers[index].resized(entry.states, input_ids.shape[1])):
+            tensors |= tensors_of(state, f"{index}.{group}")
     write_tensors(path, tensors, _form(model))
 
 
@@ -77,40 +74,23 @@ def load_state(path: str | Path, model: PreTrainedModel) -> tuple[Tensor, Cache]
     if input_ids is None or input_ids.dtype != torch.int64:
         raise DoflaError(f"{path} is damaged (it holds no tokens): read the prompt again")
     check_readable(model, input_ids, f"{path} is damaged")
-    layers: dict[Any, Any] = {m.layer_idx: m.dofla for m in model.modules() if "dofla" in m._modules}
+    layers = _layers(model)
     cache = read_prompt(model, input_ids[:, :1])  # of the same form, and filled with what was saved
     for index, entry in enumerate(cache.layers):
         if isinstance(entry, LinearCacheLayer):
             try:
                 states = layers[index].resized(entry.states or (), input_ids.shape[1])
-                entry.states = [_filled(state, f"{index}.{n}", tensors) for n, state in enumerate(states)]
+                entry.states = [filled(state, f"{index}.{n}", tensors) for n, state in enumerate(states)]
             except ValueError as error:
                 raise DoflaError(f"{path} is damaged ({error}): read the prompt again") from None
             entry.tokens = input_ids.shape[1]
     return input_ids, cache
 
 
+def _layers(model: PreTrainedModel) -> dict[Any, Any]:
+    """The layers of the plan by their number."""
+    return {m.layer_idx: m.dofla for m in model.modules() if "dofla" in m._modules}
+
+
 def _form(model: PreTrainedModel) -> dict[str, str]:
-    """The things on which the form of a state depends."""
-    return {"format": _FORMAT, "plan": json.dumps(Converted.of(model).plan.to_dict()["layers"])}
-
-
-def _tensors(part: Any, where: str) -> dict[str, Tensor]:
-    """All tensors of a state, or of a part of one, by name."""
-    if isinstance(part, Tensor):
-        return {where: part}
-    if part is None:
-        return {}
-    return {name: t for x in fields(part) for name, t in _tensors(getattr(part, x.name), f"{where}.{x.name}").items()}
-
-
-def _filled(part: Any, where: str, tensors: dict[str, Tensor]) -> Any:
-    """The state, or a part of one, with the tensors of these names as its own; ValueError if they have other forms."""
-    if isinstance(part, Tensor):
-        found = tensors.get(where)
-        if found is None or (found.dtype, found.shape) != (part.dtype, part.shape):
-            raise ValueError(f"{where} has another form")
-        return found
-    if part is None:
-        return None
-    return replace(part, **{x.name: _filled(getattr(part, x.name), f"{where}.{x.name}", tensors) for x in fields(part)})
+    return form(Converted.of(model).plan.to_dict()["layers"])

@@ -4,6 +4,7 @@ import logging
 import socket
 import threading
 from ipaddress import ip_address
+from pathlib import Path
 from typing import Any
 
 import uvicorn
@@ -77,13 +78,15 @@ class _AtOnce(GenerateManager):
             raise RequestError(500, "the server failed") from error
 
 
-def conversing(writer: ContinuousBatching | CompiledModel, most: int = 32) -> PreTrainedModel:
+def conversing(
+    writer: ContinuousBatching | CompiledModel, most: int = 32, folder: Path | None = None
+) -> PreTrainedModel:
     """The model as the server is to call it: what continues one text goes through a :class:`Session` of so many
-    conversations, all else (pictures, beams) to the writer."""
+    conversations, in a ``folder`` or not, all else (pictures, beams) to the writer."""
     if not keeps_states(writer.model):
         logger.warning("%s keeps no states of texts: each prompt is read as a whole", type(writer.model).__name__)
         return view(writer.model, generate=writer.generate)
-    session = Session(writer, most)
+    session = Session(writer, most, folder)
 
     def generate(**options: Any) -> Any:
         try:

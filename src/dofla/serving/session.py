@@ -5,7 +5,9 @@ import sys
 import threading
 from collections import OrderedDict
 from copy import deepcopy
+from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +22,7 @@ from dofla.integration.reading import check_keeps_states
 from dofla.serving.compiled_model import CompiledModel
 from dofla.serving.continuous_batching import ContinuousBatching
 from dofla.serving.models import usable_positions, writing
-from dofla.serving.prompt_state import read_prompt
+from dofla.serving.prompt_state import load_state, read_prompt, save_state
 
 logger = logging.getLogger(__name__)
 
@@ -62,16 +64,24 @@ class Session:
         model: a causal language model, a :class:`ContinuousBatching` or a :class:`CompiledModel`. After its weights or
             adapters have changed, call :meth:`reset`.
         most: conversations that are remembered; the least recently continued one is forgotten first.
+        folder: where each conversation is written after an answer, as :func:`dofla.serving.save_state` writes it, and
+            from which the latest are read at the beginning; the plug-in for vLLM goes on from the same files.
 
     Attributes:
         read: tokens of the last prompt that had to be read, its very last not counted.
 
     Raises:
         DoflaError: the model writes no text, or has a cache of its own kind; ``most`` below 1; a compiled model with
-            heads that hold every token and no number of positions.
+            heads that hold every token and no number of positions; a folder for one that is not compressed as a whole,
+            or in a compiled graph.
     """
 
-    def __init__(self, model: nn.Module | ContinuousBatching | CompiledModel, most: int = 32) -> None:
+    def __init__(
+        self,
+        model: nn.Module | ContinuousBatching | CompiledModel,
+        most: int = 32,
+        folder: str | Path | None = None,
+    ) -> None:
         check_numbers(most=most)
         self.model = writing(model if isinstance(model, nn.Module) else model.model)
         check_keeps_states(self.model)
@@ -87,11 +97,15 @@ class Session:
         self._most, self.read = _SNAPSHOTS * most, 0
         self._lock = threading.Lock()  # of what is known
         self.reset()
+        self._folder = None if folder is None else Path(folder)
+        if self._folder is not None:
+            self._open(self._folder)
 
     def reset(self) -> None:
         """Forget all conversations."""
         # Of each text, the token at which its cache begins, and the cache. Calls that are not done go on with theirs.
         self._known: OrderedDict[tuple[int, ...], tuple[int, Cache]] = OrderedDict()
+        self._files: dict[tuple[int, ...], Path] = {}  # by the text whose states they hold
 
     def generate(self, input_ids: Tensor, attention_mask: Tensor | None = None, **options: Any) -> Any:
         """The result of ``model.generate`` for one text, without the cache, up to the order of sums in its prompt.
@@ -121,6 +135,8 @@ class Session:
         written = result if isinstance(result, Tensor) else result.sequences
         text = torch.cat([input_ids[:, :begun].to(written.device), written], dim=1)
         self._remember(known, text[:, :-1], begun, cache)  # the last token was written, and never read
+        if self._folder is not None and not begun:
+            self._write(self._folder, input_ids, text[:, :-1], cache)
         if isinstance(result, Tensor):
             return text
         result.sequences = text
@@ -147,6 +163,34 @@ class Session:
             read_prompt(self.model, input_ids[:, read:-1], chunk=_PIECE, cache=cache)
             self._remember(known, input_ids[:, :-1], first, deepcopy(cache))
         return first, cache
+
+    def _open(self, folder: Path) -> None:
+        """Read the latest conversations in the folder."""
+        if self._static or any(layer.beside_softmax for layer in Converted.of(self.model).layers.values()):
+            raise DoflaError(f"{folder} takes conversations of models that are compressed as a whole, and not compiled")
+        latest = sorted(folder.glob("*.safetensors"), key=lambda path: path.stat().st_mtime)[-self._most :]
+        for path in latest:
+            try:
+                text, cache = load_state(path, self.model)
+            except DoflaError as error:
+                logger.warning("passed over: %s", error)
+                continue
+            if len(text) == 1:
+                self._remember(self._known, text, 0, cache)
+                self._files[tuple(text[0].tolist())] = path
+
+    def _write(self, folder: Path, prompt: Tensor, text: Tensor, cache: Cache) -> None:
+        """Write the states of a text over those of the text that it goes on from, if there is a file of these."""
+        tokens = tuple(prompt[0].tolist())
+        with self._lock:
+            before = max((key for key in self._files if tokens[: len(key)] == key), key=len, default=())
+            path = self._files.pop(before, None) or folder / f"{uuid4().hex}.safetensors"
+            self._files[tuple(text[0].tolist())] = path
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            save_state(cache, text, path, self.model)
+        except (DoflaError, OSError) as error:  # the answer is there
+            logger.error("%s", error)
 
     def _remember(self, known: OrderedDict, text: Tensor, begun: int, cache: Cache) -> None:
         key = tuple(text[0].tolist())

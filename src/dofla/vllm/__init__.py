@@ -8,3 +8,5 @@ knows of this package, and it does not import transformers' part of dofla (:mod:
 ARCHITECTURE, HYBRID, METHOD, BACKEND = "DoflaForCausalLM", "DoflaHybridForCausalLM", "dofla", "DOFLA"
 """Names under which vLLM knows models all of whose layers are compressed, those with other layers beside them, the
 checkpoints of both, and their cache."""
+CONNECTOR, FOLDER = "DoflaConnector", "folder"
+"""The name of what moves states between servers, and of its one setting."""

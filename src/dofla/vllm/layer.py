@@ -11,7 +11,7 @@ from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 from vllm.v1.kv_cache_interface import KVCacheSpec
 
 from dofla.attention.coding.coder import check_coders
-from dofla.attention.layout import Layouts
+from dofla.attention.layout import CompressedState, Layouts
 from dofla.layers import layer_of, read_pages, take_heads
 from dofla.plans.layers import CompressedLayer
 from dofla.vllm import BACKEND
@@ -50,6 +50,7 @@ class CompressedAttention(nn.Module, MambaBase):
         compressed = self.layer.compressed
         assert compressed is not None
         layout = compressed.layouts.with_room(length)
+        self._compressed, self._length = compressed, length
         self._before, self.page = layout.empty(1, torch.device("cpu")).rows, page_bytes(layer, length, ranks)
         self.heads, self.scaling, self.exact_prefill = heads, scaling, exact_prefill
         self.prefix = name
@@ -87,6 +88,20 @@ class CompressedAttention(nn.Module, MambaBase):
         check_coders(whole, f"{self.prefix} of the checkpoint")
         take_heads(self.layer, whole, self.own)
         return {f"layer.{name}" for name in self.layer.state_dict()}
+
+    def state(self, page: int, tokens: int) -> CompressedState:
+        """The state in a page, with room for so many tokens."""
+        rows = self.kv_cache[0][page : page + 1, : self._before.shape[1]]
+        return self._compressed.resized(CompressedState(rows), tokens)
+
+    def empty_state(self, tokens: int) -> CompressedState:
+        """The state before the first token, with room for so many."""
+        return self._compressed.layouts.with_room(tokens).empty(1, torch.device("cpu"))
+
+    def take_state(self, page: int, state: CompressedState) -> None:
+        """Write a state into a page."""
+        rows = self._compressed.resized(state, self._length).rows
+        self.kv_cache[0][page, : rows.shape[1]] = rows[0].to(self.kv_cache[0].device)
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Outputs [rows, H · dv] of queries [rows, H · d], keys [rows, Hkv · d] and values [rows, Hkv · dv]."""

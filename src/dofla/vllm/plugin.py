@@ -5,7 +5,7 @@ from functools import wraps
 from typing import Any
 
 from dofla.plans.layers import SoftmaxLayer
-from dofla.vllm import ARCHITECTURE, BACKEND, HYBRID, METHOD
+from dofla.vllm import ARCHITECTURE, BACKEND, CONNECTOR, HYBRID, METHOD
 
 logger = logging.getLogger(__name__)
 LEAST = (0, 32)
@@ -23,6 +23,7 @@ def register() -> None:
         )
         return
     from vllm.config import CompilationConfig, ModelConfig
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
     from vllm.model_executor.models import ModelRegistry
     from vllm.model_executor.models.config import MODELS_CONFIG_MAP
     from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum, register_backend
@@ -35,6 +36,8 @@ def register() -> None:
     for name in (ARCHITECTURE, HYBRID):
         ModelRegistry.register_model(name, f"dofla.vllm.model:{name}")
         MODELS_CONFIG_MAP[name] = CompressedModelConfig
+    if CONNECTOR not in KVConnectorFactory._registry:
+        KVConnectorFactory.register_connector(CONNECTOR, "dofla.vllm.sessions", "SessionConnector")
     if BACKEND not in MambaAttentionBackendEnum.__members__:
         register_backend(BACKEND, "dofla.vllm.metadata.CompressedCacheBackend", is_mamba=True)
     CompilationConfig._attention_ops.append("vllm::dofla_attention")
