@@ -2,7 +2,7 @@
 
 import hashlib
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 
 import torch
@@ -24,14 +24,18 @@ def write_tensors(path: str | Path, tensors: Mapping[str, Tensor], metadata: Map
 
 
 def read_tensors(
-    path: str | Path, way_out: str = "copy or make it again", *, finite: bool = True
+    path: str | Path,
+    way_out: str = "copy or make it again",
+    *,
+    finite: bool = True,
+    names: Collection[str] | None = None,
 ) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """The tensors of a file, on the CPU, and its metadata; DoflaError naming the file and the ``way_out`` if it is
-    missing, damaged, or, where it is to be ``finite``, holds NaN or infinity."""
+    """The tensors of a file, or those of these ``names``, on the CPU, and its metadata; DoflaError naming the file and
+    the ``way_out`` if it is missing, damaged, or, where it is to be ``finite``, holds NaN or infinity."""
     try:
         with safe_open(path, "pt") as file:
             metadata = dict(file.metadata() or {})
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
+            tensors = {name: file.get_tensor(name) for name in names or file.keys()}
     except FileNotFoundError:
         raise DoflaError(f"{path} does not exist: {way_out}") from None
     except (SafetensorError, OSError, ValueError) as error:

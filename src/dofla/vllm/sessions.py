@@ -108,7 +108,7 @@ class SessionConnector(KVConnectorBase_V1, SupportsHMA):
         if path is None or not path.exists():
             return []
         try:
-            tokens = self._read(path)["input_ids"][0].tolist()
+            tokens = self._read(path, ["input_ids"])["input_ids"][0].tolist()
         except DoflaError as error:
             logger.warning("%s", error)
             return []
@@ -119,8 +119,8 @@ class SessionConnector(KVConnectorBase_V1, SupportsHMA):
         )
         return []
 
-    def _read(self, path: Path) -> dict[str, Tensor]:
-        tensors, metadata = read_tensors(path, "read the text again", finite=False)
+    def _read(self, path: Path, names: list[str] | None = None) -> dict[str, Tensor]:
+        tensors, metadata = read_tensors(path, "read the text again", finite=False, names=names)
         if not self._form.items() <= metadata.items() or len(tensors.get("input_ids", ())) != 1:
             raise DoflaError(f"{path} is no state of one text, of this version and this plan: read the text again")
         return tensors
