@@ -233,6 +233,17 @@ def test_a_wheel_has_a_library_for_what_the_processor_can_do(monkeypatch, tmp_pa
 
 
 @needs_kernels
+def test_a_library_that_cannot_be_loaded_is_compiled(fresh, monkeypatch, caplog, tmp_path):
+    (tmp_path / "half.so").write_bytes(b"half of a library")
+    monkeypatch.setattr(build, "prebuilt", lambda: tmp_path / "half.so")
+    monkeypatch.setattr(build, "compile_library", lambda library, flags: library.touch())
+    load = torch.ops.load_library
+    monkeypatch.setattr(torch.ops, "load_library", lambda path: load(path) if path.name == "half.so" else None)
+    assert compiled.obstacle() is None
+    assert "half.so cannot be loaded, the kernels are compiled instead" in caplog.text
+
+
+@needs_kernels
 @can_build
 @pytest.mark.slow
 def test_a_compiler_may_be_several_words(tmp_path):

@@ -229,7 +229,13 @@ def test_conversations_in_a_folder_go_on_in_another_session(model, tiny, tmp_pat
     branch = torch.cat([texts[0], tiny.tokens(1, 3, seed=8)], 1)  # from what is now the state after a longer text
     assert torch.equal(answer(second, branch), answer(model, branch))
     assert len(list(folder.iterdir())) == 4
-    assert Session(model, most=1, folder=folder)._files.keys() <= second._files.keys()
+    (folder / "anna.safetensors").write_bytes(files[0].read_bytes())  # named by somebody
+    few = Session(model, most=1, folder=folder)
+    for text in (*texts, texts[0]):
+        answer(few, text)
+    assert len(few._files) == 1
+    assert (folder / "anna.safetensors").exists()
+    assert len(list(folder.iterdir())) <= 6
 
 
 def test_a_folder_that_cannot_be_written_leaves_the_answer(tiny, tmp_path, caplog):
@@ -237,3 +243,11 @@ def test_a_folder_that_cannot_be_written_leaves_the_answer(tiny, tmp_path, caplo
     (tmp_path / "file").touch()
     assert torch.equal(answer(Session(model, folder=tmp_path / "file" / "sessions"), text), answer(model, text))
     assert "sessions" in caplog.text
+
+
+def test_a_file_of_another_calibration_is_passed_over(tiny, tmp_path, caplog):
+    text = tiny.tokens(1, 40)
+    answer(Session(compress(tiny.llama(), tiny.tokens(4, 64), 24), folder=tmp_path), text)
+    other = Session(compress(tiny.llama(seed=1), tiny.tokens(4, 64), 24), folder=tmp_path)
+    assert "passed over" in caplog.text
+    assert not other._files

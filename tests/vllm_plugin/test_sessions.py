@@ -6,11 +6,12 @@ import subprocess
 import sys
 
 import pytest
+import torch
 from http_server import ask, serving
 from test_plugin import MOVES, engine, texts
 from vllm import SamplingParams
 
-from dofla.storage.tensors import read_tensors
+from dofla.storage.tensors import read_tensors, write_tensors
 
 IN_TRANSFORMERS = """
 import json, sys
@@ -88,20 +89,40 @@ def test_requests_beside_one_another_have_their_own(moving, prompts, check):
         assert tensors["input_ids"][0, : len(prompts[n])].tolist() == prompts[n]
 
 
-@pytest.mark.parametrize("session", ["anna", "half", "../anna", "a/b", "", 7, None])
+@pytest.mark.parametrize("session", ["anna", "half", "number", "float", "other", "../anna", "a/b", "", 7, None])
 def test_what_is_no_state_of_the_text_is_passed_over(moving, prompts, check, session):
     llm, folder = moving
     answer(llm, prompts[9], "anna")
     whole = (folder / "anna.safetensors").read_bytes()
     (folder / "half.safetensors").write_bytes(whole[: len(whole) // 2])
+    tensors, metadata = read_tensors(folder / "anna.safetensors")
+    ids, first = torch.tensor([prompts[10][:50]]), tensors["0.0.rows"]
+    write_tensors(folder / "number.safetensors", tensors | {"input_ids": torch.tensor(3)}, metadata)
+    write_tensors(folder / "float.safetensors", tensors | {"input_ids": ids.float()}, metadata)
+    known = metadata | ({"constants": "of another calibration"} if session == "other" else {})
+    write_tensors(folder / "other.safetensors", tensors | {"input_ids": ids, "0.0.rows": first[:, 1:]}, known)
     before = sorted(folder.parent.rglob("*"))
     said, known = answer(llm, prompts[10], session)
     check(10, said)
-    assert known == 0
+    assert known == (50 if session == "other" else 0)  # which were to be loaded, and have been read after all
     assert sorted(folder.parent.rglob("*")) == before
-    if session in ("anna", "half"):  # written anew
+    if session and len(str(session)) > 3 and session[0] != ".":  # written anew
         tensors, _ = read_tensors(folder / f"{session}.safetensors")
         assert tensors["input_ids"][0, :-11].tolist() == prompts[10]
+
+
+def test_two_of_one_conversation_at_once_are_both_answered(moving, prompts, check):
+    llm, _ = moving
+    wanted, _ = answer(llm, prompts[10], "twins")
+    for _ in range(2):
+        llm.llm_engine.add_request("first", {"prompt_token_ids": [*prompts[10], *wanted]}, named("twins"))
+        llm.llm_engine.add_request("second", {"prompt_token_ids": [*prompts[10], *wanted]}, named("twins"))
+        found = []
+        while llm.llm_engine.has_unfinished_requests():
+            found += [out.outputs[0] for out in llm.llm_engine.step() if out.finished]
+        assert [out.finish_reason for out in found] == ["length"] * 2
+        assert found[0].token_ids == found[1].token_ids
+        llm.llm_engine.step()
 
 
 def test_pages_are_given_back(moving, prompts):
@@ -128,7 +149,7 @@ def test_a_server_writes_them_and_goes_on(compressed, prompts, tmp_path):
             stopped = body | {"stop": [" "], "min_tokens": 0, "kv_transfer_params": {"session": "ben"}}
             ask(place, **stopped, prompt=prompts[9])
             assert ask(place, **stopped, prompt=prompts[9])  # whatever has been read
-    assert (tmp_path / "sessions" / "ben.safetensors").exists()
+    assert not (tmp_path / "sessions" / "ben.safetensors").exists()  # to vLLM they were given up
     tensors, _ = read_tensors(tmp_path / "sessions" / "anna.safetensors")
     assert tensors["input_ids"][0].tolist() == [*text, *said][:-1]
     with serving(compressed[1], *options[:5]) as place:

@@ -5,7 +5,10 @@ from collections.abc import Mapping
 from dataclasses import fields, replace
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
+
+from dofla.storage.tensors import digest
 
 _FORMAT = "9"
 """Earlier ones had the oldest tokens of a tier first, other names, or several tensors in a compressed layer."""
@@ -14,6 +17,12 @@ _FORMAT = "9"
 def form(layers: Mapping[str, Any]) -> dict[str, str]:
     """The metadata of a file with states of a plan's ``layers``, as the plan's dictionary has them."""
     return {"format": _FORMAT, "plan": json.dumps(layers, sort_keys=True)}
+
+
+def constants_of(layer: nn.Module) -> str:
+    """A digest of what the first layer codes with, which is another for another calibration."""
+    state = layer.state_dict()
+    return digest(state[name] for name in sorted(state) if state[name].dtype == torch.uint8)
 
 
 def tensors_of(part: Any, where: str) -> dict[str, Tensor]:

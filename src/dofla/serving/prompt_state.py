@@ -13,7 +13,7 @@ from dofla.integration.converted import Converted
 from dofla.integration.offload import device_of
 from dofla.integration.positions import text_positions
 from dofla.integration.reading import check_keeps_states, check_readable
-from dofla.layers.state_file import filled, form, tensors_of
+from dofla.layers.state_file import constants_of, filled, form, tensors_of
 from dofla.storage.tensors import read_tensors, write_tensors
 
 
@@ -93,4 +93,6 @@ def _layers(model: PreTrainedModel) -> dict[Any, Any]:
 
 
 def _form(model: PreTrainedModel) -> dict[str, str]:
-    return form(Converted.of(model).plan.to_dict()["layers"])
+    layers = _layers(model)
+    constants = {"constants": constants_of(layers[min(layers)])} if layers else {}
+    return form(Converted.of(model).plan.to_dict()["layers"]) | constants

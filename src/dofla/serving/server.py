@@ -84,6 +84,8 @@ def conversing(
     """The model as the server is to call it: what continues one text goes through a :class:`Session` of so many
     conversations, in a ``folder`` or not, all else (pictures, beams) to the writer."""
     if not keeps_states(writer.model):
+        if folder is not None:
+            raise DoflaError(f"{type(writer.model).__name__} keeps no states of texts: leave out --session-folder")
         logger.warning("%s keeps no states of texts: each prompt is read as a whole", type(writer.model).__name__)
         return view(writer.model, generate=writer.generate)
     session = Session(writer, most, folder)

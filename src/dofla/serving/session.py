@@ -1,6 +1,7 @@
 """Conversations that a model continues: the cache after a text is kept for when the text returns, longer."""
 
 import logging
+import re
 import sys
 import threading
 from collections import OrderedDict
@@ -32,6 +33,8 @@ _ANSWER = 2
 """Divisor of the positions: at least one part in so many is left to an answer, if it may be that long."""
 _PIECE = 1024
 """Tokens of a prompt that are read at a time: others wait for no more of them (:class:`ContinuousBatching`)."""
+_OWN = re.compile("[0-9a-f]{32}")
+"""Names of files that a session makes."""
 _WRITTEN = 20
 """Tokens that transformers writes if nothing is said."""
 _TAKEN = {"logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn", "streamer", "tokenizer"}
@@ -65,7 +68,8 @@ class Session:
             adapters have changed, call :meth:`reset`.
         most: conversations that are remembered; the least recently continued one is forgotten first.
         folder: where each conversation is written after an answer, as :func:`dofla.serving.save_state` writes it, and
-            from which the latest are read at the beginning; the plug-in for vLLM goes on from the same files.
+            from which the latest are read at the beginning; the plug-in for vLLM goes on from the same files. The file
+            of one that is forgotten is removed, unless it has a name that was given elsewhere.
 
     Attributes:
         read: tokens of the last prompt that had to be read, its very last not counted.
@@ -95,7 +99,7 @@ class Session:
             self._room = self._positions
         self._writer: Any = model
         self._most, self.read = _SNAPSHOTS * most, 0
-        self._lock = threading.Lock()  # of what is known
+        self._lock, self._writing = threading.Lock(), threading.Lock()  # of what is known, and of its files
         self.reset()
         self._folder = None if folder is None else Path(folder)
         if self._folder is not None:
@@ -105,7 +109,7 @@ class Session:
         """Forget all conversations."""
         # Of each text, the token at which its cache begins, and the cache. Calls that are not done go on with theirs.
         self._known: OrderedDict[tuple[int, ...], tuple[int, Cache]] = OrderedDict()
-        self._files: dict[tuple[int, ...], Path] = {}  # by the text whose states they hold
+        self._files: OrderedDict[tuple[int, ...], Path] = OrderedDict()  # by the text whose states they hold
 
     def generate(self, input_ids: Tensor, attention_mask: Tensor | None = None, **options: Any) -> Any:
         """The result of ``model.generate`` for one text, without the cache, up to the order of sums in its prompt.
@@ -168,8 +172,8 @@ class Session:
         """Read the latest conversations in the folder."""
         if self._static or any(layer.beside_softmax for layer in Converted.of(self.model).layers.values()):
             raise DoflaError(f"{folder} takes conversations of models that are compressed as a whole, and not compiled")
-        latest = sorted(folder.glob("*.safetensors"), key=lambda path: path.stat().st_mtime)[-self._most :]
-        for path in latest:
+        found = (path for path in folder.glob("*.safetensors") if path.is_file())
+        for path in sorted(found, key=lambda path: path.stat().st_mtime)[-(self._most // _SNAPSHOTS) :]:
             try:
                 text, cache = load_state(path, self.model)
             except DoflaError as error:
@@ -181,16 +185,20 @@ class Session:
 
     def _write(self, folder: Path, prompt: Tensor, text: Tensor, cache: Cache) -> None:
         """Write the states of a text over those of the text that it goes on from, if there is a file of these."""
-        tokens = tuple(prompt[0].tolist())
-        with self._lock:
-            before = max((key for key in self._files if tokens[: len(key)] == key), key=len, default=())
+        tokens, key = tuple(prompt[0].tolist()), tuple(text[0].tolist())
+        with self._writing:
+            before = max((own for own in self._files if own == key or tokens[: len(own)] == own), key=len, default=())
             path = self._files.pop(before, None) or folder / f"{uuid4().hex}.safetensors"
-            self._files[tuple(text[0].tolist())] = path
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            save_state(cache, text, path, self.model)
-        except (DoflaError, OSError) as error:  # the answer is there
-            logger.error("%s", error)
+            self._files[key] = path
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+                save_state(cache, text, path, self.model)
+            except Exception as error:  # the answer is there
+                logger.error("%s: %s", path, error)
+            while len(self._files) > self._most // _SNAPSHOTS:
+                _, path = self._files.popitem(last=False)
+                if _OWN.fullmatch(path.stem):
+                    path.unlink(missing_ok=True)
 
     def _remember(self, known: OrderedDict, text: Tensor, begun: int, cache: Cache) -> None:
         key = tuple(text[0].tolist())

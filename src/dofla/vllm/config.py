@@ -67,3 +67,4 @@ def check_moves(vllm_config: VllmConfig) -> None:
         raise DoflaError(
             f"--kv-transfer-config: {CONNECTOR} moves no states beside {next(x for x in others if others[x])}"
         )
+    moves.kv_load_failure_policy = "recompute"  # a text whose states cannot be loaded is read

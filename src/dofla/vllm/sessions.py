@@ -26,10 +26,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.forward_context import ForwardContext
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 
 from dofla.errors import DoflaError
-from dofla.layers.state_file import filled, form, tensors_of
+from dofla.layers.state_file import constants_of, filled, form, tensors_of
 from dofla.storage.tensors import read_tensors, write_tensors
 from dofla.vllm import FOLDER
 from dofla.vllm.layer import CompressedAttention
@@ -62,27 +62,29 @@ class SessionConnector(KVConnectorBase_V1, SupportsHMA):
         self._folder = Path(self._kv_transfer_config.kv_connector_extra_config[FOLDER])
         plan = vllm_config.model_config.hf_config.quantization_config
         self._form, self._next = form(plan["layers"]), Moves()
+        self._matched: dict[str, list[int]] = {}  # of requests that wait
         self._saved, self._failed = set[str](), set[int]()
 
     # In the process that schedules.
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int, bool]:
-        return len(self._known(request)), False
+        if request.request_id not in self._matched:  # it is asked again at each step, until there is a page
+            self._matched[request.request_id] = self._known(request)
+        return len(self._matched[request.request_id]), False
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+        tokens = self._matched.pop(request.request_id, [])
         if num_external_tokens and (path := self._path(request)):
-            page, tokens = blocks.get_block_ids()[0][0], request.all_token_ids[:num_external_tokens]
-            self._next.loads.append(Move(request.request_id, path, page, list(tokens)))
+            self._next.loads.append(Move(request.request_id, path, blocks.get_block_ids()[0][0], tokens))
 
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Keep the page until it is written."""
+        """Keep the page until it is written; of a request that was given up, nothing is."""
+        self._matched.pop(request.request_id, None)
         path, read = self._path(request), request.num_computed_tokens
-        if path is None or not read or not block_ids[0]:
-            return False, None
-        if read > len(request.all_token_ids):
-            logger.warning("%s is not written: its request was stopped while it went on", path)
+        given_up = request.status not in (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
+        if path is None or given_up or not 0 < read <= len(request.all_token_ids):
             return False, None
         tokens = list(request.all_token_ids[:read])
         self._next.saves.append(Move(request.request_id, path, block_ids[0][0], tokens))
@@ -93,8 +95,11 @@ class SessionConnector(KVConnectorBase_V1, SupportsHMA):
         return moves
 
     def _path(self, request: Request) -> Path | None:
-        """The file of the conversation; None for a request without one, or with a name that is none for a file."""
+        """The file of the conversation; None for a request without one, with a name that is none for a file, or whose
+        states depend on more than its tokens."""
         name = (request.kv_transfer_params or {}).get("session")
+        if request.lora_request or request.prompt_embeds is not None or request.mm_features:
+            return None
         if name is not None and not (isinstance(name, str) and _NAME.fullmatch(name)):
             logger.warning(
                 "session %r: a name is of letters, digits, '.', '_' and '-', 100 at most; it is passed over", name
@@ -105,12 +110,12 @@ class SessionConnector(KVConnectorBase_V1, SupportsHMA):
     def _known(self, request: Request) -> list[int]:
         """The tokens whose states the request may begin with, at least one fewer than it has."""
         path, prompt = self._path(request), list(request.all_token_ids)
-        if path is None or not path.exists():
-            return []
         try:
+            if path is None or not path.exists():
+                return []
             tokens = self._read(path, ["input_ids"])["input_ids"][0].tolist()
-        except DoflaError as error:
-            logger.warning("%s", error)
+        except Exception as error:  # no file may end the engine
+            logger.warning("%s: %s", path, error)
             return []
         if len(tokens) < len(prompt) and prompt[: len(tokens)] == tokens:
             return tokens
@@ -121,7 +126,8 @@ class SessionConnector(KVConnectorBase_V1, SupportsHMA):
 
     def _read(self, path: Path, names: list[str] | None = None) -> dict[str, Tensor]:
         tensors, metadata = read_tensors(path, "read the text again", finite=False, names=names)
-        if not self._form.items() <= metadata.items() or len(tensors.get("input_ids", ())) != 1:
+        ids = tensors.get("input_ids", torch.empty(0))
+        if not self._form.items() <= metadata.items() or ids.dtype != torch.int64 or ids.shape[:-1] != (1,):
             raise DoflaError(f"{path} is no state of one text, of this version and this plan: read the text again")
         return tensors
 
@@ -130,15 +136,20 @@ class SessionConnector(KVConnectorBase_V1, SupportsHMA):
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         moves = self._get_connector_metadata()
         assert isinstance(moves, Moves)
-        for move in moves.saves:
-            self._save(move, forward_context)
-            self._saved.add(move.request)
-        for move in moves.loads:
+        if (moves.loads or moves.saves) and "constants" not in self._form:
+            self._form["constants"] = constants_of(next(_layers(forward_context)).layer)
+        for move in moves.loads:  # before another request writes the same file
             try:
                 self._load(move, forward_context)
-            except (DoflaError, ValueError) as error:
+            except Exception as error:  # the text is read instead
                 logger.error("%s: %s", move.path, error)
                 self._failed.add(move.page)
+        for move in moves.saves:
+            try:
+                self._save(move, forward_context)
+            except Exception as error:  # the answer is there
+                logger.error("%s: %s", move.path, error)
+            self._saved.add(move.request)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         failed, self._failed = self._failed, set()
@@ -161,11 +172,8 @@ class SessionConnector(KVConnectorBase_V1, SupportsHMA):
         tensors = {"input_ids": torch.tensor([move.tokens])}
         for index, layer in enumerate(_layers(context)):
             tensors |= tensors_of(layer.state(move.page, len(move.tokens)), f"{index}.0")
-        try:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            write_tensors(move.path, tensors, self._form)
-        except (DoflaError, OSError) as error:  # the answer is there, and other requests go on
-            logger.error("%s", error)
+        self._folder.mkdir(parents=True, exist_ok=True)
+        write_tensors(move.path, tensors, self._form)
 
     def _load(self, move: Move, context: ForwardContext) -> None:
         tensors = self._read(move.path)

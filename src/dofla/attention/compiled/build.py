@@ -36,15 +36,28 @@ def load() -> str | None:
         reason = _obstacle()
         if reason is not None:
             return reason
-        if (library := prebuilt() or cache_folder() / _LIBRARY).exists():
-            torch.ops.load_library(library)
-        else:
-            _compile_and_load(library)
+        if not _load_prebuilt():
+            if (library := cache_folder() / _LIBRARY).exists():
+                torch.ops.load_library(library)
+            else:
+                _compile_and_load(library)
         from dofla.attention.compiled import shapes  # noqa: F401  they can be registered now
     except Exception as error:  # compilers fail in many ways, and attention must go on without
         logger.warning("the compiled kernels could not be built, plain torch is used instead: %s", error)
         return f"building failed: {error}"
     return None
+
+
+def _load_prebuilt() -> bool:
+    """Whether there is a library for this processor that the system can load."""
+    if (library := prebuilt()) is None:
+        return False
+    try:
+        torch.ops.load_library(library)
+    except OSError as error:
+        logger.warning("%s cannot be loaded, the kernels are compiled instead: %s", library, error)
+        return False
+    return True
 
 
 def cache_folder() -> Path:
