@@ -49,7 +49,7 @@ def load() -> str | None:
 
 
 def _load_prebuilt() -> bool:
-    """Whether there is a library for this processor that the system can load."""
+    """True if there is a library for this processor, and the system loads it."""
     if (library := prebuilt()) is None:
         return False
     try:
