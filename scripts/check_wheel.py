@@ -74,13 +74,9 @@ def main(*torch: str) -> None:
 
 
 def levels() -> list[str]:
-    """Flags of this processor, from all down to those of each level that the wheel has kernels for."""
-    here, needed, found = set(flags_of_processor()), set[str](), []
-    for _, own in reversed(LEVELS.values()):
-        needed.update(own)
-        if needed <= here:
-            found.append(" ".join(sorted(needed)))
-    return found
+    """Flags of each level that the wheel has kernels for and this processor has."""
+    here = set(flags_of_processor())
+    return [" ".join(sorted(needed)) for _, needed in LEVELS.values() if needed <= here]
 
 
 def sources() -> set[str]:

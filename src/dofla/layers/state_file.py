@@ -20,7 +20,7 @@ def form(layers: Mapping[str, Any]) -> dict[str, str]:
 
 
 def constants_of(layer: nn.Module) -> str:
-    """A digest of what the first layer codes with, which is another for another calibration."""
+    """A digest of what a layer codes with, which is another for another calibration."""
     state = layer.state_dict()
     return digest(state[name] for name in sorted(state) if state[name].dtype == torch.uint8)
 

@@ -53,7 +53,7 @@ def save_state(cache: Cache, input_ids: Tensor, path: str | Path, model: PreTrai
             raise DoflaError(f"layer {index} has no linear-attention state: only fully linear models can save a prompt")
         for group, state in enumerate(layers[index].resized(entry.states, input_ids.shape[1])):
             tensors |= tensors_of(state, f"{index}.{group}")
-    write_tensors(path, tensors, _form(model))
+    write_tensors(path, tensors, _form(model, layers))
 
 
 def load_state(path: str | Path, model: PreTrainedModel) -> tuple[Tensor, Cache]:
@@ -67,14 +67,14 @@ def load_state(path: str | Path, model: PreTrainedModel) -> tuple[Tensor, Cache]
         DoflaError: naming the file, if it is missing or damaged, of another version, or of a model of another plan.
     """
     tensors, metadata = read_tensors(path, "read the prompt again", finite=False)
-    if not _form(model).items() <= metadata.items():
+    layers = _layers(model)
+    if not _form(model, layers).items() <= metadata.items():
         raise DoflaError(f"{path} is no state of this version and of a model of this plan: read the prompt again")
     tensors = {name: tensor.to(device_of(model)) for name, tensor in tensors.items()}
     input_ids = tensors.get("input_ids")
     if input_ids is None or input_ids.dtype != torch.int64:
         raise DoflaError(f"{path} is damaged (it holds no tokens): read the prompt again")
     check_readable(model, input_ids, f"{path} is damaged")
-    layers = _layers(model)
     cache = read_prompt(model, input_ids[:, :1])  # of the same form, and filled with what was saved
     for index, entry in enumerate(cache.layers):
         if isinstance(entry, LinearCacheLayer):
@@ -92,7 +92,7 @@ def _layers(model: PreTrainedModel) -> dict[Any, Any]:
     return {m.layer_idx: m.dofla for m in model.modules() if "dofla" in m._modules}
 
 
-def _form(model: PreTrainedModel) -> dict[str, str]:
-    layers = _layers(model)
+def _form(model: PreTrainedModel, layers: dict[Any, Any]) -> dict[str, str]:
+    """The things on which the form of a state of these layers depends."""
     constants = {"constants": constants_of(layers[min(layers)])} if layers else {}
     return form(Converted.of(model).plan.to_dict()["layers"]) | constants

@@ -5,6 +5,7 @@ import re
 import sys
 import threading
 from collections import OrderedDict
+from collections.abc import Iterable
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -151,7 +152,7 @@ class Session:
         """Where a cache with ``room`` for more begins in a prompt [1, L], and a copy of that up to its last token."""
         tokens = tuple(input_ids[0, :-1].tolist())
         with self._lock:
-            prefix = max((key for key in known if tokens[: len(key)] == key), key=len, default=())
+            prefix = _prefix(known, tokens)
             begun, cache = known.get(prefix, (0, None))
             if prefix and len(prefix) == len(tokens):
                 known.move_to_end(prefix)
@@ -187,7 +188,7 @@ class Session:
         """Write the states of a text over those of the text that it goes on from, if there is a file of these."""
         tokens, key = tuple(prompt[0].tolist()), tuple(text[0].tolist())
         with self._writing:
-            before = max((own for own in self._files if own == key or tokens[: len(own)] == own), key=len, default=())
+            before = key if key in self._files else _prefix(self._files, tokens)
             path = self._files.pop(before, None) or folder / f"{uuid4().hex}.safetensors"
             self._files[key] = path
             try:
@@ -207,6 +208,11 @@ class Session:
             known.move_to_end(key)
             while len(known) > self._most:
                 known.popitem(last=False)
+
+
+def _prefix(texts: Iterable[tuple[int, ...]], tokens: tuple[int, ...]) -> tuple[int, ...]:
+    """The longest of these texts with which the tokens begin; empty if there is none."""
+    return max((text for text in texts if tokens[: len(text)] == text), key=len, default=())
 
 
 def _settings(

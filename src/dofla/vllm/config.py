@@ -63,8 +63,7 @@ def check_moves(vllm_config: VllmConfig) -> None:
         "--pipeline-parallel-size": parallel.pipeline_parallel_size > 1,
         "layers that are kept softmax": vllm_config.model_config.architecture == HYBRID,
     }
-    if any(others.values()):
-        raise DoflaError(
-            f"--kv-transfer-config: {CONNECTOR} moves no states beside {next(x for x in others if others[x])}"
-        )
+    for other, asked in others.items():
+        if asked:
+            raise DoflaError(f"--kv-transfer-config: {CONNECTOR} moves no states beside {other}")
     moves.kv_load_failure_policy = "recompute"  # a text whose states cannot be loaded is read

@@ -98,18 +98,18 @@ class SessionConnector(KVConnectorBase_V1, SupportsHMA):
         """The file of the conversation; None for a request without one, with a name that is none for a file, or whose
         states depend on more than its tokens."""
         name = (request.kv_transfer_params or {}).get("session")
-        if request.lora_request or request.prompt_embeds is not None or request.mm_features:
+        if name is None or request.lora_request or request.prompt_embeds is not None or request.mm_features:
             return None
-        if name is not None and not (isinstance(name, str) and _NAME.fullmatch(name)):
-            logger.warning(
-                "session %r: a name is of letters, digits, '.', '_' and '-', 100 at most; it is passed over", name
-            )
-            name = None
-        return None if name is None else self._folder / f"{name}.safetensors"
+        if isinstance(name, str) and _NAME.fullmatch(name):
+            return self._folder / f"{name}.safetensors"
+        logger.warning(
+            "session %r: a name is of letters, digits, '.', '_' and '-', 100 at most; it is passed over", name
+        )
+        return None
 
     def _known(self, request: Request) -> list[int]:
         """The tokens whose states the request may begin with, at least one fewer than it has."""
-        path, prompt = self._path(request), list(request.all_token_ids)
+        path = self._path(request)
         try:
             if path is None or not path.exists():
                 return []
@@ -117,7 +117,7 @@ class SessionConnector(KVConnectorBase_V1, SupportsHMA):
         except Exception as error:  # no file may end the engine
             logger.warning("%s: %s", path, error)
             return []
-        if len(tokens) < len(prompt) and prompt[: len(tokens)] == tokens:
+        if len(tokens) < request.num_tokens and list(request.all_token_ids[: len(tokens)]) == tokens:
             return tokens
         logger.warning(
             "the prompt does not go on from the %d tokens of %s: it is read from its beginning", len(tokens), path

@@ -20,8 +20,9 @@ from dofla.errors import DoflaError
 from dofla.storage.files import new_folder
 
 _HERE = Path(__file__).parent
-COMMON = ("-std=c++20", "-O3", "-fPIC", "-fopenmp-simd", "-fno-math-errno", "-fno-trapping-math")
-FLAGS = {"x86_64": (*COMMON, "-march=native", "-mprefer-vector-width=512"), "aarch64": (*COMMON, "-mcpu=native")}
+_COMMON = ("-std=c++20", "-O3", "-fPIC", "-fopenmp-simd", "-fno-math-errno", "-fno-trapping-math")
+X86 = (*_COMMON, "-mprefer-vector-width=512")
+FLAGS = {"x86_64": (*X86, "-march=native"), "aarch64": (*_COMMON, "-mcpu=native")}
 """Compiler flags, by machine."""
 LOWEST_TORCH = "2.10"
 """The first torch with what tensor.h takes of its stable ABI."""

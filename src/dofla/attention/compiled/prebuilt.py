@@ -5,23 +5,25 @@ from pathlib import Path
 
 FOLDER = Path(__file__).with_name("prebuilt")
 _AVX2 = "avx2", "bmi1", "bmi2", "f16c", "fma", "movbe"
-_AVX512 = "avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"
+_AVX512 = *_AVX2, "avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"
 LEVELS = {
-    "x86-64-v4-bf16": (("-march=x86-64-v4", "-mavx512vnni", "-mavx512bf16"), (*_AVX512, "avx512_vnni", "avx512_bf16")),
-    "x86-64-v4": (("-march=x86-64-v4",), _AVX512),
-    "x86-64-v3": (("-march=x86-64-v3",), _AVX2),
+    "x86-64-v4-bf16": (
+        ("-march=x86-64-v4", "-mavx512vnni", "-mavx512bf16"),
+        frozenset((*_AVX512, "avx512_vnni", "avx512_bf16")),
+    ),
+    "x86-64-v4": (("-march=x86-64-v4",), frozenset(_AVX512)),
+    "x86-64-v3": (("-march=x86-64-v3",), frozenset(_AVX2)),
 }
-"""Compiler flags, and flags of /proc/cpuinfo that are needed beside those of lower levels, by name; the best first."""
+"""Compiler flags, and the flags of /proc/cpuinfo that are needed, by name; the best first."""
 
 
 def prebuilt() -> Path | None:
     """The best library for this processor; None if there is none, as in a clone."""
-    found, needed = None, set[str]()
-    for name, (_, own) in reversed(LEVELS.items()):
-        needed.update(own)
-        if needed <= set(flags_of_processor()) and (library := FOLDER / f"{name}.so").exists():
-            found = library
-    return found
+    if not FOLDER.exists():
+        return None
+    here = set(flags_of_processor())
+    found = (FOLDER / f"{name}.so" for name, (_, needed) in LEVELS.items() if needed <= here)
+    return next((library for library in found if library.exists()), None)
 
 
 def flags_of_processor() -> list[str]:
