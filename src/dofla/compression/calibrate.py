@@ -14,11 +14,12 @@ from dofla import __version__
 from dofla.compression.calibration import Calibration
 from dofla.compression.directions import Directions, measure_directions
 from dofla.compression.eviction_error import EvictionErrors, streams
-from dofla.compression.head_budgets import divide
+from dofla.compression.head_budgets import divide, with_reading
 from dofla.compression.known import forget, interrupted, keep_if_possible, unfinished
 from dofla.compression.memory import warn_of_memory, ways_out
 from dofla.compression.plan import bytes_for, even_bytes
 from dofla.compression.retrieval import needles_among, rank_heads
+from dofla.compression.second_reading import SecondReading
 from dofla.compression.target import Target, tokenizer_of
 from dofla.data import TokenWindows
 from dofla.display import Bar
@@ -44,7 +45,7 @@ HELD_OUT, HELD_OUT_TOKENS = slice(1, None, 6), 1024
 """The batches that they are compared on, and on which no errors are measured; and how many tokens at most."""
 COPY_DISTANCE, COPY_WEIGHT = 1024, 0.3
 """Tokens of the text that are also read twice in a row, so that heads count that copy from far back; and the weight of
-errors there beside those in the text."""
+errors there beside those in the text. What the second reading attends to counts as well."""
 
 Batch = dict[str, Tensor]
 Progress = Callable[[str, int, int], None]
@@ -79,8 +80,8 @@ def calibrate(
     """Measure what :func:`dofla.compress` needs to know of a model, whatever the size of its cache.
 
     Measured are the means and directions of keys and values, and, unless ``head_budgets`` are even, the error of
-    eviction in each KV head, all by forward passes. Most heads attend to little that is far, and a few retrieve (Wu et
-    al. 2024, arXiv 2404.15574): those get the bytes. Every sixth batch is held out: budgets that follow from the others
+    eviction in each KV head, and how much of a text it attends to on a second reading, all by forward passes. Most
+    heads attend to little that is far, and a few retrieve (Wu et al. 2024, arXiv 2404.15574): those get the bytes. Every sixth batch is held out: budgets that follow from the others
     are compared with even ones on it; where these are better, even budgets are kept.
 
     One that is interrupted leaves the model as it was; the next with the same text and options goes on from the last
@@ -139,10 +140,10 @@ def measure(
     folder = unfinished(target.fingerprint) / key
 
     if (made := interrupted(folder)) is None:
-        found, costs = _read(model, layers, batches, work, twice if measured else None)
+        found, costs, reading = _read(model, layers, batches, work, twice if measured else None)
         made_by = {"source": text.source, "tokens": text.tokens, "context": within}
         of = target.name, target.fingerprint, target.weights
-        made = Calibration(found, {}, costs, (), (), *of, made_by)
+        made = Calibration(found, {}, costs, reading, (), (), *of, made_by)
         keep_if_possible(made, folder)
     work.done = first
     if measured and not made.shares:
@@ -159,10 +160,11 @@ def measure(
 
 def _read(
     model: PreTrainedModel, layers: Sequence[str], batches: Sequence[Batch], work: Work, twice: Batch | None
-) -> tuple[dict[str, Directions], dict[str, list[float]]]:
-    """Directions, and costs of eviction by the batches that are not held out and by text that stands there ``twice``;
-    no costs without that."""
+) -> tuple[dict[str, Directions], dict[str, list[float]], dict[str, list[float]]]:
+    """Directions; costs of eviction by the batches that are not held out and by text that stands there ``twice``; and
+    what its second reading attends to. Neither of these without that text."""
     errors, copied, held_out = EvictionErrors(), EvictionErrors(), range(len(batches))[HELD_OUT]
+    reading = SecondReading()
 
     def look(call: AttentionCall, number: int) -> None:
         if twice is not None and number not in held_out:
@@ -172,14 +174,20 @@ def _read(
     with streams(model, layers) as around:
         directions = measure_directions(model, batches, layers, look)
     if twice is None:
-        return directions, {}
-    with recording(model, layers, copied), torch.no_grad():
+        return directions, {}, {}
+
+    def look_twice(call: AttentionCall) -> None:
+        copied(call)
+        reading(call)
+
+    with recording(model, layers, look_twice), torch.no_grad():
         run_body(model, twice)
     work("copies", _tokens(twice))
     rows = sum(len(batch["input_ids"]) for n, batch in enumerate(batches) if n not in held_out)
     for name in layers:
         errors.errors[name] += COPY_WEIGHT * rows * copied.errors[name]
-    return directions, {x: errors.cost(x, directions[x].weighing(model), around[x]) for x in layers}
+    costs = {x: errors.cost(x, directions[x].weighing(model), around[x]) for x in layers}
+    return directions, costs, reading.shares()
 
 
 def _repeated(windows: TokenWindows, positions: int | None) -> Batch:
@@ -200,7 +208,8 @@ def _compared(
     sites, length = target.compressed, others[0]["input_ids"].shape[1] if others else 0
     tokens = max(LEAST_TOKENS, math.floor(FRACTION * length))
     size = sum(x.kv_heads * bytes_for(tokens, x.head_dim, x.value_dim) for x in sites)
-    shares = divide(even_bytes(sites, size), found.costs)
+    sizes = even_bytes(sites, size)
+    shares = with_reading(sizes, divide(sizes, found.costs), found.reading)
     even = {name: [1.0] * len(own) for name, own in shares.items()}
     made_by = dict(found.made_by)
 

@@ -44,6 +44,8 @@ class Calibration(Result):
         shares: head budgets: by module and for each KV head, bytes relative to an even split; empty if not measured.
         costs: by module and for each KV head, the error of eviction where all have the same size, as a part of the
             residual stream (:mod:`dofla.compression.eviction_error`); empty if not measured.
+        reading: by module and for each KV head, how much of a text it attends to on a second reading
+            (:mod:`dofla.compression.second_reading`); empty if not measured.
         retrieval: all KV heads, those that needle retrieval depends on most first; empty if not ranked.
         attention: of each of them to needles (:func:`dofla.compression.retrieval.rank_heads`).
         model: its name.
@@ -56,6 +58,7 @@ class Calibration(Result):
     directions: Mapping[str, Directions] = field(repr=False)
     shares: Mapping[str, Sequence[float]] = field(default_factory=dict, repr=False)
     costs: Mapping[str, Sequence[float]] = field(default_factory=dict, repr=False)
+    reading: Mapping[str, Sequence[float]] = field(default_factory=dict, repr=False)
     retrieval: Sequence[Head] = field(default=(), repr=False)
     attention: Sequence[float] = field(default=(), repr=False)
     model: str = ""
@@ -131,7 +134,7 @@ class Calibration(Result):
     def save(self, path: str | Path) -> None:
         """Write it as one safetensors file, replacing what was there."""
         tensors = {f"{name}:{part}": tensor for name, own in self.directions.items() for part, tensor in _parts(own)}
-        names = "shares", "costs", "retrieval", "attention", "model", "fingerprint", "weights", "made_by"
+        names = "shares", "costs", "reading", "retrieval", "attention", "model", "fingerprint", "weights", "made_by"
         plain = {name: getattr(self, name) for name in names}
         plain["outputs"] = {name: own.output for name, own in self.directions.items()}
         write_tensors(path, tensors, {"format": _FORMAT, "calibration": json.dumps(plain)})

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from dofla.compression.calibrate import HEAD_BUDGETS, measure
 from dofla.compression.calibration import Calibration
 from dofla.compression.directions import default_cut
-from dofla.compression.head_budgets import LEAST, HeadBudgets
+from dofla.compression.head_budgets import LEAST_OF_ALL, HeadBudgets
 from dofla.compression.known import BASE, keep, known
 from dofla.compression.plan import BITS, compressed_plan
 from dofla.compression.retrieval import AUTO, by_layer
@@ -158,5 +158,5 @@ def check_fit(
         # The last head has the least share that measuring may find.
         shares = {x.name: [1.0] * x.kv_heads for x in sites}
         if head_budgets == "measured":
-            shares[sites[-1].name][-1] = LEAST
+            shares[sites[-1].name][-1] = LEAST_OF_ALL
         compressed_plan(target, size, head_budgets=HeadBudgets(shares, by_layer(heads[:count])), bits=bits)

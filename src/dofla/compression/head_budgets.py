@@ -13,8 +13,13 @@ from dofla.plans.knapsack import lower_hull, spend
 RUNG = math.sqrt(2)
 """From one size of a KV head to the next: few heads of a layer then differ, and those of one size are one call."""
 LEAST, MOST = 1 / RUNG, 4 * RUNG
-"""Bytes of a KV head over those of an even split. With half of it, too many heads that seemed to need little missed it
-(``docs/research/cache.md``)."""
+"""Bytes of a KV head over those of an even split, by the cost of eviction. With half of it, too many heads that seemed
+to need little missed it (``docs/research/cache.md``)."""
+READING = 0.3
+"""Part of all bytes that goes by a second reading of a text (:mod:`dofla.compression.second_reading`), on top of budgets
+by cost: with it facts are found and text loses no more; with half of all bytes, text loses."""
+LEAST_OF_ALL = (1 - READING) * LEAST
+"""The least share of a head."""
 
 
 @dataclass(frozen=True)
@@ -83,6 +88,19 @@ def divide(sizes: Mapping[str, float], costs: Mapping[str, Sequence[float]]) -> 
     chosen = spend(choices, total)
     spare = total / sum(choice.bytes for choice in chosen.values())  # too little for another step
     return {name: [spare * chosen[name, head].share for head in range(len(own))] for name, own in costs.items()}
+
+
+def with_reading(
+    sizes: Mapping[str, float], shares: Mapping[str, Sequence[float]], reading: Mapping[str, Sequence[float]]
+) -> dict[str, list[float]]:
+    """Shares by cost, and of :data:`READING` of the bytes those of a second reading; together those of an even split.
+    ``sizes`` as for :func:`divide`."""
+    total, read = (sum(sizes[name] * sum(own) for name, own in x.items()) for x in (shares, reading))
+    part = READING * total / read
+    return {
+        name: [(1 - READING) * one + part * other for one, other in zip(own, reading[name], strict=True)]
+        for name, own in shares.items()
+    }
 
 
 @dataclass(frozen=True)
