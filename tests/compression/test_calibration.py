@@ -174,7 +174,7 @@ def test_an_interrupted_one_goes_on(tiny, tokenizer, interrupted, share, caplog)
     assert same(found, dofla.calibrate(model, windows, **options))
     total = sum(read) - less
     assert less < (1.4 - share) * total
-    assert told[-1][0] == told[-1][1] == pytest.approx(total, rel=0.01)
+    assert told[-1][0] == told[-1][1] == pytest.approx(total, rel=0.02)
 
 
 @pytest.mark.parametrize("change", ["windows", "options", "weights", "damage"])

@@ -10,7 +10,7 @@ from tiny_families import teacher, tokens
 import dofla
 from dofla.compression import calibrate
 from dofla.compression.eviction_error import BLOCKS, EVERY, FRACTIONS, SINKS, WINDOW, EvictionErrors, streams
-from dofla.compression.head_budgets import LEAST
+from dofla.compression.head_budgets import LEAST_OF_ALL
 from dofla.distillation.objective import Objective
 from dofla.errors import DoflaError
 from dofla.integration.converted import Converted
@@ -104,14 +104,14 @@ def test_errors_count_relative_to_the_residual_stream(family):
 def test_where_nothing_is_evicted_nothing_costs(tiny):
     found = dofla.calibrate(tiny.llama(), windows(tiny, 2, 3))  # twelve tokens, read twice in a row
     assert all(cost == 0 for own in found.costs.values() for cost in own)
-    assert all(share == pytest.approx(1) for own in found.shares.values() for share in own)
+    assert len({*found.made_by["held_out"].values()}) == 1
 
 
 def test_every_pass_is_reported(tiny, tokenizer):
     model, seen = tiny.llama(vocab_size=2048), []
     found = dofla.calibrate(model, windows(tiny, 8), tokenizer=tokenizer, progress=lambda *x: seen.append(x))
     stages = [stage for stage, _, _ in seen]  # after each layer of each window, or after each window
-    assert stages == 16 * ["directions"] + ["copies"] + 4 * ["head budgets"] + 2 * ["retrieval heads"]
+    assert stages == 16 * ["directions"] + ["copies"] + 6 * ["head budgets"] + 2 * ["retrieval heads"]
     assert [0] < [x[1] for x in seen] == sorted({x[1] for x in seen})
     assert {x[2] for x in seen} == {seen[-1][1]}
     assert not hasattr(model, "_dofla_softmax_implementation")
@@ -123,26 +123,30 @@ def test_every_pass_is_reported(tiny, tokenizer):
     assert [x[0] for x in seen] == 16 * ["directions"]
 
 
-@pytest.mark.parametrize("losses", [(0.2, 0.1), (0.1, 0.2)])
-def test_even_budgets_are_kept_where_they_are_better_on_held_out_windows(tiny, losses, monkeypatch, caplog):
-    model, (measured, even), read = tiny.llama(), losses, []
+@pytest.mark.parametrize("losses", [(0.2, 0.1, 0.3), (0.1, 0.2, 0.3), (0.3, 0.2, 0.1), (0.1, 0.1, 0.1)])
+def test_the_head_budgets_that_are_best_on_held_out_windows_are_kept(tiny, losses, monkeypatch, caplog):
+    model, read = tiny.llama(), []
+    shares = {"even": [1.0, 1.0], "eviction": [1.25, 0.75], "reading": [1.5, 0.5]}
+    wanted = dict(zip(shares, losses, strict=True))
 
     def loss(self, batch, tokens, rows):
         read.append(batch["input_ids"])
-        shares = self.student.config.quantization_config.plan.made_by["head_budgets"]
-        return torch.tensor(even if {x for own in shares.values() for x in own} == {1.0} else measured)
+        own, *_ = self.student.config.quantization_config.plan.made_by["head_budgets"].values()
+        return torch.tensor(next(wanted[way] for way, x in shares.items() if x == own))
 
     monkeypatch.setattr(Objective, "__call__", loss)
     monkeypatch.setattr(calibrate, "HELD_OUT_TOKENS", 64)
-    monkeypatch.setattr(calibrate, "divide", lambda sizes, costs: {name: [1.25, 0.75] for name in costs})
+    monkeypatch.setattr(calibrate, "divide", lambda sizes, costs: dict.fromkeys(costs, shares["eviction"]))
+    monkeypatch.setattr(calibrate, "with_reading", lambda sizes, own, _: dict.fromkeys(own, shares["reading"]))
     text = windows(tiny, 6)
     found = dofla.calibrate(model, text, context=96)
     assert all(torch.equal(ids, text.input_ids[1:2, :64]) for ids in read)
-    held_out = found.made_by["held_out"]
-    assert held_out == pytest.approx({"measured": measured, "even": even})
-    assert (found.shares == {name: [1.0, 1.0] for name in found.costs}) == (even < measured)
-    assert ("even budgets are kept" in caplog.text) == (even < measured)
-    assert f"{'even' if even < measured else 'measured'} budgets are kept" in str(found)
+    held_out, best = found.made_by["held_out"], min(losses)
+    assert held_out == pytest.approx(wanted)
+    kept = [way for way, loss in wanted.items() if loss == best][-1]
+    assert found.shares == dict.fromkeys(found.costs, shares[kept])
+    assert ("even (kept)" in caplog.text) == (kept == "even")
+    assert f"{best} {kept} (kept)" in str(found)
     plan = Converted.of(dofla.compress(model, size="3KB", calibration=found, context=96)).plan
     assert plan.made_by["held_out"] == held_out
 
@@ -159,7 +163,7 @@ def test_errors_are_not_measured_on_what_is_held_out(tiny):
 def test_small_sizes_leave_every_head_tokens_of_each_kind(tiny):
     model, tokens = tiny.llama(), windows(tiny)
     found = dofla.calibrate(model, tokens)
-    assert min(map(min, found.shares.values())) >= LEAST - 1e-9
+    assert min(map(min, found.shares.values())) >= LEAST_OF_ALL - 1e-9
     for size in (1000, 2000):
         plan = Converted.of(dofla.compress(model, size=size, calibration=found)).plan
         assert plan.state_bytes(model.dtype) <= size

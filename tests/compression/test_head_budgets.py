@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dofla.compression.head_budgets import LEAST, MOST, RUNG, HeadBudgets, divide
+from dofla.compression.head_budgets import LEAST, LEAST_OF_ALL, MOST, READING, RUNG, HeadBudgets, divide, with_reading
 from dofla.errors import DoflaError
 from dofla.plans.plan import held_out_line
 
@@ -71,13 +71,28 @@ def test_nobody_gets_more_than_can_be_filled_and_the_others_share_the_rest(layer
 def test_what_a_plan_says_of_them():
     head_budgets = HeadBudgets({"a": [1.5, 0.5]})
     assert head_budgets.record() == {"head_budgets": {"a": [1.5, 0.5]}}
-    compared = HeadBudgets({"a": [1.5, 0.5]}, {"a": [1]}, {"measured": 0.2, "even": 0.3})
+    compared = HeadBudgets({"a": [1.5, 0.5]}, {"a": [1]}, {"even": 0.3, "eviction": 0.2})
     assert compared.record() == head_budgets.record() | {
         "retrieval_heads": {"a": [1]},
-        "held_out": {"measured": 0.2, "even": 0.3},
+        "held_out": {"even": 0.3, "eviction": 0.2},
     }
-    assert "0.2 measured, 0.3 even: measured budgets are kept" in held_out_line(compared.held_out)
-    assert "even budgets are kept" in held_out_line({"measured": 0.4, "even": 0.3})
+    assert held_out_line(compared.held_out).endswith(": 0.3 even, 0.2 eviction (kept)")
+    assert held_out_line({"even": 0.1, "eviction": 0.2, "reading": 0.1}).endswith("0.2 eviction, 0.1 reading (kept)")
+
+
+@given(LAYERS, st.data())
+def test_a_second_reading_gets_its_part_of_the_bytes(layers, data):
+    sizes, costs = dict(enumerate(size for _, size in layers)), dict(enumerate(own for own, _ in layers))
+    amount = st.floats(0.01, 9)
+    reading = {x: data.draw(st.lists(amount, min_size=len(own), max_size=len(own))) for x, own in costs.items()}
+    shares = divide(sizes, costs)
+    found = with_reading(sizes, shares, reading)
+    total, read = (sum(sizes[x] * sum(own) for x, own in y.items()) for y in (shares, reading))
+    for x, own in found.items():
+        wanted = [(1 - READING) * a + READING * b * total / read for a, b in zip(shares[x], reading[x], strict=True)]
+        assert own == pytest.approx(wanted)
+    assert sum(sizes[x] * sum(own) for x, own in found.items()) == pytest.approx(total)
+    assert min(min(own) for own in found.values()) >= LEAST_OF_ALL - 1e-9
 
 
 def test_layers_that_were_not_measured_get_an_even_split_and_others_are_refused():

@@ -118,7 +118,7 @@ def test_the_last_evaluation_stands_on_the_card_until_the_weights_change(base, t
 def test_a_compressed_cache_is_named_so_with_the_shares_of_its_heads(context, tmp_path):
     model = compress(teacher("llama"), tokens(12, 48), tokens=48, context=context)
     shares = [share for own in Converted.of(model).plan.made_by["head_budgets"].values() for share in own]
-    Converted.of(model).plan.made_by["held_out"] = {"measured": 0.2041, "even": 0.3178}
+    Converted.of(model).plan.made_by["held_out"] = {"even": 0.3178, "eviction": 0.2041, "reading": 0.1}
     text = text_of(saved(model, tmp_path, "standalone"))
     assert "with a compressed key-value cache" in text
     assert "linear attention" not in text
@@ -126,7 +126,7 @@ def test_a_compressed_cache_is_named_so_with_the_shares_of_its_heads(context, tm
     spread = f"KV heads have {min(shares):.2f} to {max(shares):.2f} times the bytes of an even split"
     assert f"Made with strategy compressed, size 2.2 KiB, {spread}" in text
     assert not re.search("[{}]|held_out", text)
-    assert "- KL on held-out windows: 0.2 measured, 0.32 even: measured budgets are kept.\n" in text
+    assert "- KL on held-out windows: 0.32 even, 0.2 eviction, 0.1 reading (kept).\n" in text
     trained = " ".join(text.partition("## How it was trained")[2].partition("\n## ")[0].split())
     assert trained == (
         "Nothing was trained: the cache was calibrated on tensor, 576 tokens. "

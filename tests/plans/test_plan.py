@@ -269,6 +269,6 @@ def test_layers_with_equal_caches_stand_in_one_row():
     assert max(map(len, lines)) <= 80
     assert "features" not in str(plan)
     assert "float32" not in str(plan)
-    assert lines[-1] == "KL on held-out windows: 0.037 measured, 0.035 even: even budgets are kept"
+    assert lines[-1] == "KL on held-out windows: 0.037 measured, 0.035 even (kept)"
     odd = Plan([layer(name, 9) for name in ("first", "blocks.0.attn.1", "blocks.0.attn.2")])
     assert [line.split()[0] for line in str(odd).splitlines()[1:4]] == [x.name for x in odd.layers]

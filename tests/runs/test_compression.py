@@ -19,7 +19,7 @@ from dofla.runs.folder import claim
 from dofla.runs.recipe import Compression, Distillation, Recipe, demo_recipes
 from dofla.runs.run import run
 
-TOKENS = 10
+TOKENS = 20
 
 
 @pytest.fixture

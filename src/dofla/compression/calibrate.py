@@ -31,7 +31,7 @@ from dofla.integration.reading import windows_for
 from dofla.integration.recorder import AttentionCall, evaluation_mode, recording, run_body
 from dofla.integration.surgery import original, restore
 from dofla.integration.wrapped import takes_model
-from dofla.plans.plan import held_out_line
+from dofla.plans.plan import held_out_line, kept_way
 from dofla.storage.tensors import digest
 
 logger = logging.getLogger(__name__)
@@ -41,8 +41,9 @@ HEAD_BUDGETS = ("measured", "even")
 FRACTION, LEAST_TOKENS = 0.25, 64
 """Measured and even budgets are compared with a cache of so many tokens per KV head, a fraction of a window, so that
 eviction occurs. At least so many tokens, however short windows are."""
-HELD_OUT, HELD_OUT_TOKENS = slice(1, None, 6), 1024
-"""The batches that they are compared on, and on which no errors are measured; and how many tokens at most."""
+HELD_OUT, HELD_OUT_TOKENS, WAYS = slice(1, None, 6), 1024, 3
+"""The batches that they are compared on, and on which no errors are measured; how many tokens of each at most; and how
+many budgets are compared."""
 COPY_DISTANCE, COPY_WEIGHT = 1024, 0.3
 """Tokens of the text that are also read twice in a row, so that heads count that copy from far back; and the weight of
 errors there beside those in the text. What the second reading attends to counts as well."""
@@ -81,8 +82,9 @@ def calibrate(
 
     Measured are the means and directions of keys and values, and, unless ``head_budgets`` are even, the error of
     eviction in each KV head, and how much of a text it attends to on a second reading, all by forward passes. Most
-    heads attend to little that is far, and a few retrieve (Wu et al. 2024, arXiv 2404.15574): those get the bytes. Every sixth batch is held out: budgets that follow from the others
-    are compared with even ones on it; where these are better, even budgets are kept.
+    heads attend to little that is far, and a few retrieve (Wu et al. 2024, arXiv 2404.15574): those get the bytes.
+    Every sixth batch is held out: on it budgets that follow from the others are compared with budgets by eviction alone
+    and with even ones, and the best are kept.
 
     One that is interrupted leaves the model as it was; the next with the same text and options goes on from the last
     stage that was finished.
@@ -132,7 +134,7 @@ def measure(
     short = [{name: x[:, :HELD_OUT_TOKENS] for name, x in batch.items()} for batch in others]
     twice = _repeated(text, target.length)
     first = sum(map(_tokens, batches)) + measured * _tokens(twice)
-    compared, documents = 4 * sum(map(_tokens, short)), 0 if needles is None else needles.documents.tokens
+    compared, documents = 2 * WAYS * sum(map(_tokens, short)), 0 if needles is None else needles.documents.tokens
     work = Work(report, first + compared + documents)
     warn_of_memory(model, max(*map(_tokens, batches), _tokens(twice), documents))
     data = (x for batch in batches for x in batch.values())
@@ -204,13 +206,16 @@ def _tokens(batch: Batch) -> int:
 def _compared(
     found: Calibration, model: PreTrainedModel, target: Target, others: Sequence[Batch], work: Work
 ) -> Calibration:
-    """The calibration with head budgets by its costs, or with even ones where those are better on other batches."""
+    """The calibration with head budgets by its costs and by what a second reading attends to, by the costs alone, or
+    with even ones: those that are best on other batches."""
     sites, length = target.compressed, others[0]["input_ids"].shape[1] if others else 0
     tokens = max(LEAST_TOKENS, math.floor(FRACTION * length))
     size = sum(x.kv_heads * bytes_for(tokens, x.head_dim, x.value_dim) for x in sites)
     sizes = even_bytes(sites, size)
-    shares = with_reading(sizes, divide(sizes, found.costs), found.reading)
-    even = {name: [1.0] * len(own) for name, own in shares.items()}
+    shares = divide(sizes, found.costs)
+    ways = {"even": {name: [1.0] * len(own) for name, own in shares.items()}, "eviction": shares}
+    if found.reading:
+        ways["reading"] = with_reading(sizes, shares, found.reading)
     made_by = dict(found.made_by)
 
     def loss(shares: Mapping[str, Sequence[float]]) -> float:
@@ -229,9 +234,10 @@ def _compared(
             restore(model)
         return total
 
+    best = [*ways][-1]
     if others:
-        made_by["held_out"] = kl = {"even": loss(even), "measured": loss(shares)}
-        if kl["measured"] > kl["even"]:
-            shares = even
+        made_by["held_out"] = kl = {way: loss(own) for way, own in ways.items()}
+        best = kept_way(kl)
+        if best == "even":
             logger.warning(held_out_line(kl))
-    return replace(found, shares=shares, made_by=made_by)
+    return replace(found, shares=ways[best], made_by=made_by)

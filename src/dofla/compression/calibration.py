@@ -51,8 +51,9 @@ class Calibration(Result):
         model: its name.
         fingerprint: of the shapes of its attention modules.
         weights: a few of them.
-        made_by: source and tokens of the text, context, and as ``held_out`` the KL to the original on held-out windows,
-            with ``measured`` budgets and with ``even`` ones, of which the better are kept.
+        made_by: source and tokens of the text, context, and as ``held_out`` the KL to the original on held-out windows
+            with head budgets that are ``even``, by the cost of ``eviction``, and by ``reading`` beside it, of which the
+            best are kept.
     """
 
     directions: Mapping[str, Directions] = field(repr=False)

@@ -16,8 +16,8 @@ LEAST, MOST = 1 / RUNG, 4 * RUNG
 """Bytes of a KV head over those of an even split, by the cost of eviction. With half of it, too many heads that seemed
 to need little missed it (``docs/research/cache.md``)."""
 READING = 0.3
-"""Part of all bytes that goes by a second reading of a text (:mod:`dofla.compression.second_reading`), on top of budgets
-by cost: with it facts are found and text loses no more; with half of all bytes, text loses."""
+"""Part of all bytes that goes by a second reading of a text (:mod:`dofla.compression.second_reading`): with 0.3 facts
+are found and text loses no more, with 0.5 it does (``docs/research/cache.md``)."""
 LEAST_OF_ALL = (1 - READING) * LEAST
 """The least share of a head."""
 
@@ -28,7 +28,7 @@ class HeadBudgets:
 
     shares: Mapping[str, Sequence[float]] = field(default_factory=dict)  # bytes relative to an even split
     growing: Mapping[str, Sequence[int]] = field(default_factory=dict)  # heads that hold every token, without a share
-    held_out: Mapping[str, float] | None = None  # KL on held-out windows, of "measured" budgets and of "even" ones
+    held_out: Mapping[str, float] | None = None  # KL on held-out windows, by ways to divide
 
     @property
     def least(self) -> float:

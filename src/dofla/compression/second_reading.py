@@ -1,9 +1,9 @@
 """Which KV heads look far back: those that a second reading of a text attends with (KVzip, Kim et al. 2025, arXiv
 2505.23416).
 
-A text stands there twice in a row. A token counts in a head by the most attention that a query of the second time pays
-to it. KVzip ranks the tokens of a prompt so, over all heads of the model at once, and evicts the rest; what differs from
-prompt to prompt is little, and so one text tells how many tokens each head needs (``docs/research/cache.md``).
+A text stands there twice in a row. A token counts in a head by the most attention that a query of the second time
+pays to it. KVzip ranks the tokens of a prompt so, over all heads of the model at once, and evicts the rest. The
+division among heads is nearly that of any other prompt, and so one text tells it (``docs/research/cache.md``).
 """
 
 from dataclasses import dataclass, field
@@ -34,8 +34,8 @@ class SecondReading:
         self.attention[call.name] = most.cpu()
 
     def shares(self) -> dict[str, list[float]]:
-        """By layer and for each KV head, its tokens among those with the most attention over all heads, relative to
-        the mean of all heads."""
+        """The tokens of each KV head among those with the most attention over all heads, relative to the mean of all
+        heads; by layer."""
         ranked = torch.cat([*self.attention.values()])
         total = torch.zeros(len(ranked))
         for part in FRACTIONS:
@@ -45,4 +45,3 @@ class SecondReading:
             total += share / share.mean() / len(FRACTIONS)
         parts = total.split([len(own) for own in self.attention.values()])
         return {name: own.tolist() for name, own in zip(self.attention, parts, strict=True)}
-

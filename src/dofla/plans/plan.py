@@ -29,10 +29,14 @@ on; ``auto``, exact on a GPU, where it is faster, and sequential on a CPU."""
 
 
 def held_out_line(held_out: Mapping[str, float]) -> str:
-    """A line that says how measured and even head budgets compare on held-out windows."""
-    measured, even = held_out["measured"], held_out["even"]
-    kept = "even" if measured > even else "measured"
-    return f"KL on held-out windows: {measured:.2g} measured, {even:.2g} even: {kept} budgets are kept"
+    """A line that says how head budgets compare on held-out windows: by what each go, and their KL."""
+    found = (f"{kl:.2g} {way}" + " (kept)" * (way == kept_way(held_out)) for way, kl in held_out.items())
+    return f"KL on held-out windows: {', '.join(found)}"
+
+
+def kept_way(held_out: Mapping[str, float]) -> str:
+    """The way of the least KL, of several the last."""
+    return min(reversed([*held_out]), key=held_out.__getitem__)
 
 
 def check_prefill(prefill: str) -> None:
