@@ -1,8 +1,10 @@
 """What a calibration takes, and what its head budgets are worth: time, peak memory, size of the file, and KL on several
-kinds of text beside that of even budgets.
+kinds of text beside that of budgets by eviction alone, without a second reading, and of even ones; with ``--facts``,
+how many facts told among that text are found again (facts.py), too.
 
     python benchmarks/quality/calibration.py --model models/smollm2-135m --size 1.5MiB --length 2048 --windows 2 \\
         --text data/english-val.txt.gz --text data/stories-val.txt.gz --text data/books-val.txt.gz
+    python benchmarks/quality/calibration.py ... --facts data/books-val.txt.gz
     python benchmarks/quality/calibration.py ... --calibrate sample --calibrate self --calibrate data/books-train.txt.gz
     python benchmarks/quality/calibration.py ... --train data/books-train.txt.gz
 
@@ -19,12 +21,14 @@ import ctypes
 import gc
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 from typing import Annotated
 
 import torch
 import typer
+from facts import facts_found
 from key_quantization import texts_of
 from rich.console import Console
 from transformers import PreTrainedModel
@@ -33,6 +37,11 @@ import dofla
 from dofla.compression.calibration import Calibration
 from dofla.compression.compress import TEXT
 from dofla.compression.directions import default_cut
+from dofla.compression.head_budgets import divide, with_reading
+from dofla.compression.plan import even_bytes
+from dofla.compression.size import parse_size
+from dofla.compression.target import Target
+from dofla.data.facts import Facts
 from dofla.display import size as in_bytes
 from dofla.display import table
 from dofla.evaluation.language import next_token_figures
@@ -47,13 +56,21 @@ def main(
     calibrate: Annotated[list[str] | None, typer.Option(help="Text to calibrate on; repeatable.")] = None,
     length: Annotated[int, typer.Option(help="Tokens of a window.")] = 2048,
     windows: Annotated[int, typer.Option(help="Windows of each text.")] = 2,
+    facts: Annotated[str | None, typer.Option(help="Text that facts are told among.")] = None,
+    documents: Annotated[int, typer.Option(help="With facts in them.")] = 2,
     train: Annotated[str | None, typer.Option(help="Text to train the weights on first.")] = None,
     steps: Annotated[int, typer.Option(help="Of training, one window of 512 tokens each.")] = 100,
     dtype: Annotated[str, typer.Option(help="Precision of the weights.")] = "float32",
 ) -> None:
     opened, tokenizer = open_original(model, dtype=dtype)
     texts = texts_of([*map(Path, text)], tokenizer, length, windows)
-    shown = table("calibrated on", "seconds", "CPU s", "memory", "file", "budgets", *texts, "mean")
+    told = None
+    if facts is not None:
+        cut = {"length": 512, "windows": -(-length // 512) * 4, "split": "all"}
+        told = Facts.among(dofla.token_windows(facts, tokenizer, **cut), tokenizer, length, documents, seed=11)
+    found_by_all = "" if told is None else "facts, of {1}; softmax {0}".format(*facts_found(opened, told, tokenizer))
+    shown = table("calibrated on", "seconds", "CPU s", "memory", "file", "budgets", *texts, "mean", found_by_all)
+    even = even_bytes(Target.of(opened).compressed, parse_size(size))
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "calibration.safetensors"
 
@@ -68,12 +85,15 @@ def main(
             return found, [f"{seconds:.0f}", f"{cpu:.0f}", in_bytes(peak), in_bytes(path.stat().st_size)]
 
         def show(name: str, found: Calibration, figures: list[str]) -> None:
-            for budgets in ("measured", "even"):
-                dofla.compress(opened, size=size, calibration=found, head_budgets=budgets, retrieval_heads=0)
+            by_eviction = divide(even, found.costs)
+            ways = {"reading": with_reading(even, by_eviction, found.reading), "eviction": by_eviction, "even": {}}
+            for way, shares in ways.items():
+                dofla.compress(opened, size=size, calibration=replace(found, shares=shares), retrieval_heads=0)
                 divergences = [next_token_figures(opened, own)["kl"] for own in texts.values()]
+                again = "" if told is None else str(facts_found(opened, told, tokenizer)[0])
                 dofla.restore(opened)
-                columns = [f"{kl:.4f}" for kl in (*divergences, fmean(divergences))]
-                shown.add_row(*([name, *figures] if budgets == "measured" else [""] * 5), budgets, *columns)
+                columns = [*(f"{kl:.4f}" for kl in (*divergences, fmean(divergences))), again]
+                shown.add_row(*([name, *figures] if way == "reading" else [""] * 5), way, *columns)
 
         if train is not None:
             base = measured(TEXT)

@@ -18,7 +18,8 @@ A row of a window of 2,048 tokens takes half a minute to a minute of a core with
 
 With ``--facts``, how many facts told among a text are found again, too, by these rules, and by three that see the
 whole prompt, choose as many tokens of it as the others hold, and keep these for good: by attention drawn while there,
-and by the most attention that a second reading of the prompt pays (KVzip, arXiv 2505.23416), in each head or over all.
+and by the most attention that a second reading of the prompt pays (KVzip, arXiv 2505.23416), in each head, over all, or
+divided among heads as another text is over all.
 """
 
 from __future__ import annotations
@@ -235,16 +236,32 @@ def read_again(model: PreTrainedModel, plans: Plans, prompt: Tensor) -> Tensor:
     return torch.stack([drawn[module] for module in plans])
 
 
-def prompt_choices(model: PreTrainedModel, plans: Plans, prompt: Tensor) -> dict[str, Choice]:
-    """Rules that see the whole prompt before they choose for good."""
+def best_over_all(scores: Tensor, tokens: int) -> Tensor:
+    """Where the best of all heads are, so many ``tokens`` a head in the mean [layers, Hkv, n]."""
+    return largest(scores.flatten(), tokens * scores[..., 0].numel()).view_as(scores)
+
+
+def best_of_each(scores: Tensor, counts: Tensor) -> Tensor:
+    """Where the best of each head are [..., n], of each as many as ``counts`` says."""
+    return scores.argsort(-1, descending=True).argsort(-1) < counts.unsqueeze(-1)
+
+
+def prompt_choices(model: PreTrainedModel, plans: Plans, prompt: Tensor, other: Tensor) -> dict[str, Choice]:
+    """Rules that see the whole prompt before they choose for good; heads divide tokens as they do in it, or in another
+    text."""
     scores, slots = read_again(model, plans, prompt), sum(next(iter(plans.values())).sizes[0])
-    in_heads = largest(scores, slots)
-    over_all = largest(scores.flatten(), slots * scores[..., 0].numel()).view_as(scores)
-    place = {plan.name: n for n, plan in enumerate(plans.values())}
+    in_heads, over_all = largest(scores, slots), best_over_all(scores, slots)
+    counts = best_over_all(read_again(model, plans, other), slots * len(other) // len(prompt)).float().mean(-1)
+    counts = counts * len(prompt)
+    divided, place = best_of_each(scores, counts), {plan.name: n for n, plan in enumerate(plans.values())}
     rules: dict[str, Callable[..., Tensor]] = {
         "whole prompt, by attention drawn": held_at_end,
+        "whole prompt, by attention drawn, divided as another text": lambda plan, scores, _: best_of_each(
+            squares(scores).sum(1), counts[place[plan.name]]
+        ),
         "prompt read again, in each head": lambda plan, *_: in_heads[place[plan.name]],
         "prompt read again, over all heads": lambda plan, *_: over_all[place[plan.name]],
+        "prompt read again, divided as another text": lambda plan, *_: divided[place[plan.name]],
     }
     return {name: partial(after_prompt, prompt=len(prompt), chosen=rule) for name, rule in rules.items()}
 
@@ -254,7 +271,9 @@ def facts_again(
 ) -> dict[str, tuple[int, int]]:
     """Of the facts of one document, how many are found by each rule, and all."""
     found = {"all tokens": facts_found(model, facts, tokenizer)}
-    choices = CHOICES | prompt_choices(model, plans, facts.documents.input_ids[0, : -facts.asked])
+    prompt = facts.documents.input_ids[0, : -facts.asked]
+    other = dofla.token_windows("sample", tokenizer=tokenizer, length=len(prompt), windows=1).input_ids[0]
+    choices = CHOICES | prompt_choices(model, plans, prompt, other)
     for name, choice in matching(choices, only).items():
         torch.manual_seed(seed)
         with visiting(model, None, limited(plans, choice)):

@@ -10,6 +10,7 @@ from transformers import DynamicCache, QuantizedCache
 
 import dofla
 from dofla.attention.constants import ALIGNMENT
+from dofla.attention.layout import PARTS
 from dofla.errors import DoflaError
 
 WRITTEN = 256
@@ -105,7 +106,7 @@ def test_a_memory_that_fades_has_the_bytes_it_may_take_after_the_prompt_and_at_t
 def test_models_of_one_size_take_no_more_than_its_bytes(continuation, tiny):
     model, known = tiny.llama(max_position_embeddings=512), dofla.TokenWindows(tiny.tokens(2, 48))
     limit = continuation.limit_of(model, size_of(model, 48))
-    aligned = 21 * (ALIGNMENT - 1)  # KV heads of another size have a row of their own, of so many parts
+    aligned = 4 * len(PARTS) * (ALIGNMENT - 1)  # each of two layers' two KV heads has a size, and so parts, of its own
     for name, make in continuation.students(size_of(model, 48), known, known).items():
         held = continuation.judge_student(make(model), tiny.tokens(1, WRITTEN + 40))[1]
         assert 0.5 * limit < held <= limit + aligned, name

@@ -32,7 +32,7 @@ def test_a_calibration_serves_any_size(calibration, tmp_path, capsys):
         assert call(*words, "--adapter", tmp_path / str(size)) == 0
         found = json.loads(capsys.readouterr().out)
         assert 0.9 * size < found["state_bytes"] <= size
-        assert found["made_by"]["held_out"].keys() == {"measured", "even"}
+        assert found["made_by"]["held_out"].keys() == {"even", "eviction", "reading"}
 
 
 def test_a_whole_model_and_an_adapter_are_written_and_what_they_are_is_said(tmp_path, capsys):
