@@ -28,7 +28,7 @@ from typing import Annotated
 
 import torch
 import typer
-from facts import facts_found
+from facts import facts_among, facts_found
 from key_quantization import texts_of
 from rich.console import Console
 from transformers import PreTrainedModel
@@ -41,7 +41,6 @@ from dofla.compression.head_budgets import divide, with_reading
 from dofla.compression.plan import even_bytes
 from dofla.compression.size import parse_size
 from dofla.compression.target import Target
-from dofla.data.facts import Facts
 from dofla.display import size as in_bytes
 from dofla.display import table
 from dofla.evaluation.language import next_token_figures
@@ -64,10 +63,7 @@ def main(
 ) -> None:
     opened, tokenizer = open_original(model, dtype=dtype)
     texts = texts_of([*map(Path, text)], tokenizer, length, windows)
-    told = None
-    if facts is not None:
-        cut = {"length": 512, "windows": -(-length // 512) * 4, "split": "all"}
-        told = Facts.among(dofla.token_windows(facts, tokenizer, **cut), tokenizer, length, documents, seed=11)
+    told = None if facts is None else facts_among(facts, tokenizer, length, documents)
     found_by_all = "" if told is None else "facts, of {1}; softmax {0}".format(*facts_found(opened, told, tokenizer))
     shown = table("calibrated on", "seconds", "CPU s", "memory", "file", "budgets", *texts, "mean", found_by_all)
     even = even_bytes(Target.of(opened).compressed, parse_size(size))

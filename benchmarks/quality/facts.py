@@ -37,8 +37,7 @@ def main(
     dtype: Annotated[str, typer.Option(help="Precision of the weights.")] = "float32",
 ) -> None:
     opened, tokenizer = open_original(model, dtype=dtype)
-    windows = dofla.token_windows(text, tokenizer, length=512, windows=-(-length // 512) * 4, split="all")
-    facts = Facts.among(windows, tokenizer, length, count=documents, seed=11)
+    facts = facts_among(text, tokenizer, length, documents)
     shown = table("cache", "bytes", "growing heads", "found", "of")
     shown.add_row("softmax", "", "", *map(str, facts_found(opened, facts, tokenizer)))
     for given in compress:
@@ -49,6 +48,12 @@ def main(
         shown.add_row(given, held, str(plan.growing), *map(str, facts_found(opened, facts, tokenizer)))
         dofla.restore(opened)
     Console(width=120).print(shown)
+
+
+def facts_among(text: str, tokenizer: PreTrainedTokenizerBase, length: int, documents: int = 1) -> Facts:
+    """Facts among a text, the same in every benchmark."""
+    windows = dofla.token_windows(text, tokenizer, length=512, windows=-(-length // 512) * 4, split="all")
+    return Facts.among(windows, tokenizer, length, documents, seed=11)
 
 
 @torch.no_grad()

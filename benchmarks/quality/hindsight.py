@@ -16,10 +16,10 @@ Scores are sums over queries of squared attention, those of the past decaying by
 :mod:`dofla.attention.coding.heavy_hitters`. Layers are of one size. KL(teacher ‖ student) of the next tokens, in nats.
 A row of a window of 2,048 tokens takes half a minute to a minute of a core with SmolLM2-135M.
 
-With ``--facts``, how many facts told among a text are found again, too, by these rules, and by three that see the
+With ``--facts``, how many facts told among a text are found again, too, by these rules, and by five that see the
 whole prompt, choose as many tokens of it as the others hold, and keep these for good: by attention drawn while there,
-and by the most attention that a second reading of the prompt pays (KVzip, arXiv 2505.23416), in each head, over all, or
-divided among heads as another text is over all.
+and by the most attention that a second reading of the prompt pays (KVzip, arXiv 2505.23416), in each head or over all;
+and by both, divided among heads as another text is over all.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from typing import Annotated
 
 import torch
 import typer
-from facts import facts_found
+from facts import facts_among, facts_found
 from positions import divergence
 from rich.console import Console
 from torch import Tensor, nn
@@ -311,7 +311,7 @@ def main(
                 )
             Console(width=120).print(shown)
         if facts:
-            among = Facts.among(read(str(facts), length=512, windows=-(-each // 512) * 4), tokenizer, each, seed=11)
+            among = facts_among(str(facts), tokenizer, each)
             shown = table("tokens", "chosen", "facts found", "of", gap=2)
             for name, counts in facts_again(teacher, tokenizer, plans, among, only, seed).items():
                 shown.add_row(str(each), name, *map(str, counts))

@@ -214,7 +214,7 @@ def _compared(
     sizes = even_bytes(sites, size)
     shares = divide(sizes, found.costs)
     ways = {"even": {name: [1.0] * len(own) for name, own in shares.items()}, "eviction": shares}
-    if found.reading:
+    if found.reading:  # not in what a version before has left unfinished
         ways["reading"] = with_reading(sizes, shares, found.reading)
     made_by = dict(found.made_by)
 

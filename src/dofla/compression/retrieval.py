@@ -21,7 +21,6 @@ logger = logging.getLogger(__name__)
 
 FAR = 4096
 """Tokens of a document with needles in it, if the model has so many positions and the text so many tokens."""
-_ROWS_AT_A_TIME = 64
 AUTO = "auto"
 """The word for the number of retrieval heads that :func:`count_of` finds."""
 LEAST_ATTENTION, MOST_HEADS = 0.05, 0.25
@@ -61,7 +60,7 @@ def rank_heads(
         heads, length = call.key.shape[1:3]
         place, first = torch.arange(length, device=call.key.device), length - needles.asked
         attention = torch.zeros(call.query.shape[1], device=call.key.device)
-        for rows in torch.arange(first, length, device=call.key.device).split(_ROWS_AT_A_TIME):
+        for rows in call.rows_from(first):
             start, end = told[rows.cpu() - first].to(call.key.device).T.unsqueeze(-1)
             there = (start <= place) & (place < end)
             attention += (call.log_weights(rows).exp() * there).sum((0, 2, 3))

@@ -15,7 +15,6 @@ from dofla.integration.recorder import AttentionCall
 
 FRACTIONS = 1 / 4, 1 / 8, 1 / 16
 """Tokens that are kept over all: the means of what a head has of them count."""
-_ROWS_AT_A_TIME = 64
 
 
 @dataclass
@@ -28,7 +27,7 @@ class SecondReading:
         """Add what a layer attends to."""
         heads, length = call.key.shape[1:3]
         most = torch.zeros(heads, length // 2, device=call.key.device)
-        for rows in torch.arange(length // 2, length, device=call.key.device).split(_ROWS_AT_A_TIME):
+        for rows in call.rows_from(length // 2):
             attention = call.log_weights(rows).exp()[0, :, :, : length // 2]  # [H, R, n]
             most = torch.maximum(most, attention.unflatten(0, (heads, -1)).amax((1, 2)))
         self.attention[call.name] = most.cpu()

@@ -21,6 +21,8 @@ from dofla.integration.offload import device_of
 from dofla.integration.padding import run_padded
 from dofla.layers import AttentionLayer
 
+_ROWS_AT_A_TIME = 64
+
 
 @dataclass(frozen=True)
 class AttentionCall:
@@ -53,6 +55,10 @@ class AttentionCall:
         query = self.query if rows is None else self.query[:, :, rows]
         scores = exact_scores(query, self.key, self.scaling)
         return torch.log_softmax(scores.masked_fill(self.hidden(rows), LOG_ZERO), dim=-1)
+
+    def rows_from(self, first: int) -> tuple[Tensor, ...]:
+        """The query rows from ``first`` on, some at a time: the attention of all of them would be large."""
+        return torch.arange(first, self.query.shape[-2], device=self.query.device).split(_ROWS_AT_A_TIME)
 
     def random_rows(self, count: int, generator: torch.Generator) -> Tensor:
         """``count`` different query rows (all, if there are no more) in order, drawn from a CPU generator."""
