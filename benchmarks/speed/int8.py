@@ -17,10 +17,9 @@ from pathlib import Path
 from typing import Annotated
 
 import torch
-import torch._inductor.config as inductor
 import transformers
 import typer
-from latency import COMPILED, INT8, KINDS, token
+from latency import COMPILED, INT8, KINDS, pack_weights, token
 from model import machine
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
@@ -45,7 +44,7 @@ def main(
     output_layer: Annotated[bool, typer.Option("--output-layer", help="Put the output layer into int8 too.")] = False,
 ) -> None:
     transformers.logging.set_verbosity_error()
-    inductor.freezing = True
+    pack_weights()
     print(", ".join(f"{key} {value}" for key, value in machine("cpu").items()))
     models = {}
     for kind in (*KINDS, *(kind + INT8 for kind in KINDS)):

@@ -42,6 +42,7 @@ from dofla.compression.size import parse_size
 from dofla.compression.target import Target
 from dofla.integration.cache import CACHE_ARGUMENT
 from dofla.integration.surgery import convert
+from dofla.serving.compiled_model import PACKED, own_graph
 from dofla.storage.files import read_json
 
 SHIPPED = Path(__file__).parents[2] / "docs/students/smollm2-135m-compressed/plan.json"
@@ -71,7 +72,7 @@ def main(
     out: Annotated[str | None, typer.Option(help="JSON file to write.")] = None,
 ) -> None:
     transformers.logging.set_verbosity_error()
-    inductor.freezing = True
+    pack_weights()
     contexts = sorted(contexts or [EMPTY, 512, 2048, 4096])
     prompts = [] if compile else sorted(prompts or [512, 2048])
     found: dict[str, Any] = {"machine": machine("cpu"), "model": model, "size": size, "batch": batch, "rows": []}
@@ -187,11 +188,17 @@ def token(
     """Reading one more token, up to ``new_tokens`` of them; and the cache that grows by it."""
     step, cache = model, DynamicCache(config=model.config)
     if kind.endswith(COMPILED):
-        step = torch.compile(model, dynamic=False)
+        step = torch.compile(model, dynamic=False, **own_graph())
         cache = StaticCache(model.config, max_cache_len=context + new_tokens + 1)
     tokens = random_tokens(model, batch, 1)
     feed(model, random_tokens(model, batch, context), cache)
     return lambda: feed(step, tokens, cache), cache
+
+
+def pack_weights() -> None:
+    """Let torch.compile make what ``dofla.serving.CompiledModel`` makes."""
+    for name, value in PACKED.items():
+        setattr(inductor, name, value)
 
 
 def feed(model: Callable, tokens: torch.Tensor, cache: Cache, chunk: int = 8192) -> None:

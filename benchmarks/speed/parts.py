@@ -18,10 +18,9 @@ from typing import Annotated, Any
 from unittest.mock import patch
 
 import torch
-import torch._inductor.config as inductor
 import transformers
 import typer
-from latency import COMPILED, once, products, token
+from latency import COMPILED, once, pack_weights, products, token
 from model import machine
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -61,7 +60,7 @@ def main(
     compile: Annotated[bool, typer.Option("--compile", help="Under torch.compile as well.")] = False,
 ) -> None:
     transformers.logging.set_verbosity_error()
-    inductor.freezing = True
+    pack_weights()
     print(", ".join(f"{key} {value}" for key, value in machine("cpu").items()))
     softmax, compressed = (open_original(model, dtype=dtype)[0].eval() for _ in range(2))
     dofla.compress(compressed, size=size, retrieval_heads=0, progress=False)

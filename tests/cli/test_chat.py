@@ -9,6 +9,7 @@ import sys
 import pytest
 from command_line import call, refused
 from served_models import small
+from sizes import needs_kernels
 
 import dofla
 from dofla.cli.chat import _HELP
@@ -82,6 +83,19 @@ def test_what_was_said_is_read_once_and_the_answer_is_the_models(folder, tokeniz
     assert conversation.writer.read <= len(tokenizer("\nThen")["input_ids"]) + 1
     ids = tokenizer("Once upon a time", return_tensors="pt")["input_ids"]
     assert tokenizer.decode(model.generate(ids, max_new_tokens=5)[0, ids.shape[1] :], skip_special_tokens=True) == first
+
+
+@pytest.mark.slow
+@needs_kernels
+def test_answers_from_a_compiled_graph_are_those_without(folder, monkeypatch, capsys):
+    said = []
+    for options in ([], ["--compile"]):
+        monkeypatch.setattr(sys, "stdin", io.StringIO("Once upon a time\nThen\n/reset\nOnce\n"))
+        assert call("chat", folder, "--new-tokens", 4, *options) == 0
+        said.append(capsys.readouterr())
+    assert said[0].out == said[1].out
+    assert "torch.compile makes a graph" in said[1].err
+    assert "not converted" in refused(capsys, "chat", "demo", "--compile")
 
 
 @pytest.mark.parametrize("compressed", [False, True])

@@ -200,9 +200,13 @@ def loaded(model):
     model.load_state_dict({"lm_head.weight": -model.lm_head.weight}, strict=False)
 
 
+def in_training(model):
+    model.train()
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("change", [in_place, replaced, moved, trained, loaded])
-def test_other_weights_are_compiled_again(change):
+@pytest.mark.parametrize("change", [in_place, replaced, moved, trained, loaded, in_training])
+def test_a_model_that_changed_is_compiled_again(change):
     model, backend = compressed(), Graphs("eager")
     compiled = CompiledModel(model, CompileConfig(backend=backend))
     options = {"max_new_tokens": 3, "do_sample": False, "pad_token_id": 0}
@@ -213,6 +217,16 @@ def test_other_weights_are_compiled_again(change):
         assert len(backend.calls) == graphs
     CompiledModel(model, CompileConfig(backend=backend)).generate(tokens(1, 20), **options)
     assert len(backend.calls) == 3
+
+
+@pytest.mark.slow
+def test_a_model_that_was_restored_is_compiled_as_the_original():
+    model, backend = compressed(), Graphs("eager")
+    compiled, options = CompiledModel(model, CompileConfig(backend=backend)), {"max_new_tokens": 3, "do_sample": False}
+    compiled.generate(tokens(1, 20), **options)
+    dofla.restore(model)
+    assert torch.equal(compiled.generate(tokens(1, 20), **options), model.generate(tokens(1, 20), **options))
+    assert len(backend.calls) == 2
 
 
 def test_generate_beside_softmax_layers_is_not_compiled(tiny):

@@ -19,6 +19,9 @@ def chat(
     new_tokens: Annotated[int, Option(help="Maximum number of tokens of an answer.")] = 512,
     sample: Annotated[bool, Option("--sample", help="Sample; default: the model's generation settings.")] = False,
     system: Annotated[str | None, Option(help="System message; default: none.")] = None,
+    compile: Annotated[
+        bool, Option("--compile", help="Decode with torch.compile: faster, but the first answer takes minutes.")
+    ] = False,
     device: Device = None,
     opening: Given = COMPRESSED,
     draws: Given = DRAWS,
@@ -35,7 +38,8 @@ def chat(
     check_numbers(new_tokens=new_tokens)
     view, asked = current_view(), sys.stdin.isatty()
     network, tokenizer = open_converted(model, device=device, load=load_any, **opening)
-    conversation = Conversation(network, tokenizer, new_tokens=new_tokens, sample=sample, system=system)
+    options: dict[str, Any] = {"new_tokens": new_tokens, "sample": sample, "system": system, "compile": compile}
+    conversation = Conversation(network, tokenizer, **options)
     if not conversation.templated:
         view.note("the tokenizer has no chat template: the model continues your text")
     if asked:

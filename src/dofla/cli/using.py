@@ -168,7 +168,7 @@ def serve(
     ] = None,
     at_once: Annotated[int, Option(help="Maximum number of concurrent requests; 1 with --compile.")] = 16,
     compile: Annotated[
-        bool, Option("--compile", help="Decode with torch.compile: faster, but the first request takes 30 s.")
+        bool, Option("--compile", help="Decode with torch.compile: faster, but the first request takes minutes.")
     ] = False,
     api_key: Annotated[
         str | None, Option(envvar="DOFLA_API_KEY", help="Key that clients must send; default: none is needed.")

@@ -12,6 +12,7 @@ from dofla.integration.converted import Converted, is_converted
 from dofla.integration.offload import device_of
 from dofla.integration.reading import keeps_states
 from dofla.integration.sites import attention_sites
+from dofla.serving.compiled_model import CompiledModel
 from dofla.serving.session import Session
 
 Ending: TypeAlias = Literal["complete", "cut", "interrupted"]
@@ -26,12 +27,13 @@ class Conversation:
         new_tokens: of an answer, at most.
         sample: whether to sample; otherwise as the model's generation settings say.
         system: message before the first turn.
+        compile: whether tokens come from a compiled graph (:class:`CompiledModel`), which wants a compressed model.
 
     Attributes:
         templated: whether there is a chat template.
 
     Raises:
-        DoflaError: a model that writes no text; a system message without a template.
+        DoflaError: a model that writes no text, or cannot be compiled; a system message without a template.
     """
 
     def __init__(
@@ -42,6 +44,7 @@ class Conversation:
         new_tokens: int = 512,
         sample: bool = False,
         system: str | None = None,
+        compile: bool = False,
     ) -> None:
         if not model.can_generate() or model.config.is_encoder_decoder:
             raise DoflaError(f"{type(model).__name__} is not a causal language model: there is no chatting with it")
@@ -49,6 +52,7 @@ class Conversation:
         self.templated, self.system = tokenizer.chat_template is not None, system
         if system is not None and not self.templated:
             raise DoflaError("a system message needs a chat template, and the tokenizer has none: leave it out")
+        self._step: Any = CompiledModel(model) if compile else model
         self.reset()
 
     def reset(self) -> None:
@@ -56,7 +60,7 @@ class Conversation:
         self._messages = [] if self.system is None else [{"role": "system", "content": self.system}]
         self._tokens: list[int] = []
         # A model with a cache of its own kind reads each turn as a whole.
-        self.writer: Any = Session(self.model, most=1) if keeps_states(self.model) else self.model
+        self.writer: Any = Session(self._step, most=1) if keeps_states(self.model) else self.model
 
     def answer(self, text: str, show: Callable[[str], None]) -> tuple[str, Ending]:
         """Read a turn and write the next; what is written by Ctrl-C is a turn, too.

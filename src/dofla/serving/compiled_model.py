@@ -1,19 +1,35 @@
 """Tokens from a compiled graph: ``generate`` of a compressed model, by torch.compile."""
 
+import logging
+from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import replace
+from copy import copy
+from inspect import signature
 from typing import Any
 
+import torch
 import torch._inductor.config as inductor
 from torch import nn
 from torch._dynamo import lookup_backend
-from transformers import Cache, CompileConfig
+from transformers import Cache, CompileConfig, PreTrainedModel
 
 from dofla.attention.gpu.operators import update_constants
 from dofla.errors import DoflaError
 from dofla.integration.converted import Converted
 from dofla.integration.offload import device_of
 from dofla.serving.models import view, writing
+
+logger = logging.getLogger(__name__)
+
+_SILENT = {"max_autotune_report_choices_stats": False, "autotune_num_choices_displayed": 0}
+PACKED = {
+    "freezing": True,
+    "max_autotune": True,
+    "max_autotune_gemm_backends": "CPP,ATEN",
+    **{name: value for name, value in _SILENT.items() if hasattr(inductor, name)},
+}
+"""Settings of inductor on a CPU: weights are packed into the graph, and of each shape of product inductor tries its own
+code and a library's. For one row its own is faster, and for eight rows the library's may be."""
 
 
 class CompiledModel:
@@ -22,12 +38,13 @@ class CompiledModel:
         compiled = dofla.serving.CompiledModel(model)
         compiled.generate(input_ids, max_new_tokens=200)
 
-    The first token takes half a minute. The graph serves for all lengths, as a state does not grow. On a GPU it is a
-    CUDA graph: a token is one launch instead of hundreds. On a CPU, products with the weights are most of what a token
-    costs, and torch takes them as fast as memory allows only where they are packed for that: inductor's ``freezing``.
+    The first token takes more than a minute. The graph serves for all lengths, as a state does not grow. On a GPU it is
+    a CUDA graph: a token is one launch instead of hundreds. On a CPU, products with the weights are most of what a
+    token costs, and torch takes them as fast as memory allows only where they are packed for that (:data:`PACKED`).
     They are packed once, beside those that go on reading prompts, and again when these have been replaced, moved or
-    written to in place (an optimizer's step, ``load_state_dict``). What is written through ``weight.data`` leaves no
-    trace: make another.
+    written to in place (an optimizer's step, ``load_state_dict``), when modules begin or end training, and when the
+    model is restored. What is written through ``weight.data``, or to another attribute of a module, leaves no trace:
+    make another.
 
     Args:
         model: a compressed causal language model, which stays as it is.
@@ -41,37 +58,59 @@ class CompiledModel:
         self.model, self.config = writing(model), config or CompileConfig()
         if any(layer.beside_softmax for layer in Converted.of(self.model).layers.values()):
             raise DoflaError("some layers are softmax, and their cache grows: compress them all to compile generate")
-        self._weights: list[tuple[int, int]] | None = None
+        self._marks: list[Any] = []
         self._own: Any = None
 
     def generate(self, *args: Any, **options: Any) -> Any:
         """The result of ``model.generate``. A call with a cache of its own is compiled if that is a static one."""
         on_gpu = device_of(self.model).type != "cpu"
-        weights = [] if on_gpu else _marks(self.model)  # a CUDA graph reads those of the model
-        if weights != self._weights:
-            self._own, self._config, self._weights = view(self.model), self._fresh(on_gpu), weights
+        marks = [] if on_gpu else _marks(self.model)  # a CUDA graph reads the weights of the model
+        if self._own is None or marks != self._marks:
+            self._own, self._config, self._marks = view(self.model), self._fresh(on_gpu), marks
         if not any(isinstance(value, Cache) for value in options.values()):
             options.setdefault("cache_implementation", "static")
         if on_gpu:
             update_constants()
         # As an option of torch.compile it comes too late for dynamo, and does nothing.
-        with nullcontext() if on_gpu else inductor.patch(freezing=True):
+        with nullcontext() if on_gpu else inductor.patch(PACKED):
             return self._own.generate(*args, compile_config=self._config, **options)
 
     def _fresh(self, on_gpu: bool) -> CompileConfig:
         """The config, such that no graph that was made before is used."""
         if on_gpu:
             return self.config
-        compile = lookup_backend(self.config.backend)
-        # Of calls that look alike, torch keeps one graph for each backend, whatever weights are packed into it.
-        config = replace(self.config, backend=lambda *graph: compile(*graph), mode="default", options=None)
+        config = copy(self.config)
+        vars(config).update(own_graph(config.backend))
         config._compile_all_devices = True  # type: ignore[assignment] # otherwise on GPUs alone
         return config
 
 
-def _marks(model: nn.Module) -> list[tuple[int, int]]:
-    """Marks of the weights, which are others for weights that were replaced, moved or written to in place."""
-    return [
+def own_graph(backend: str | Callable[..., Any] = "inductor") -> dict[str, Any]:
+    """Arguments of torch.compile for a graph that serves one model as it is now. Where torch can do without, a call
+    does not ask each module whether it has changed, which takes milliseconds, and graphs of other models do not count
+    towards the number of those that torch makes."""
+    compile = lookup_backend(backend)
+
+    def compiled(*graph: Any) -> Any:
+        logger.warning("torch.compile makes a graph of a token's step, which takes a minute or two")
+        return compile(*graph)
+
+    skip = getattr(torch.compiler, "skip_guard_on_all_nn_modules_unsafe", None)
+    apart = "isolate_recompiles" in signature(torch.compile).parameters
+    return {
+        # Of calls that look alike, torch keeps one graph for each backend, whatever weights are packed into it.
+        "backend": compiled,
+        "mode": None,
+        "options": {} if skip is None else {"guard_filter_fn": skip},
+        **({"isolate_recompiles": True} if apart else {}),
+    }
+
+
+def _marks(model: PreTrainedModel) -> list[Any]:
+    """Marks of what a graph is made of: of the weights, which are others for weights that were replaced, moved or
+    written to in place; the attention that the model runs; and the mode of its modules."""
+    weights = [
         (x.data_ptr() if type(x) is nn.Parameter else id(x), 0 if x.is_inference() else x._version)
         for x in model.parameters()
     ]
+    return [weights, model.config._attn_implementation, [module.training for module in model.modules()]]
