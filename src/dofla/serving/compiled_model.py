@@ -1,6 +1,7 @@
 """Tokens from a compiled graph: ``generate`` of a compressed model, by torch.compile."""
 
 import logging
+import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from copy import copy
@@ -93,7 +94,9 @@ def own_graph(backend: str | Callable[..., Any] = "inductor") -> dict[str, Any]:
 
     def compiled(*graph: Any) -> Any:
         logger.warning("torch.compile makes a graph of a token's step, which takes a minute or two")
-        return compile(*graph)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="TypedStorage")  # inductor's own, while it tries products
+            return compile(*graph)
 
     skip = getattr(torch.compiler, "skip_guard_on_all_nn_modules_unsafe", None)
     apart = "isolate_recompiles" in signature(torch.compile).parameters
