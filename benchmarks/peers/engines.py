@@ -59,7 +59,7 @@ class InTorch:
     def read(self, count: int) -> None:
         self.cache = DynamicCache(config=self.model.config)
         if self.compiled:
-            self.step = torch.compile(self.model, dynamic=False, **own_graph())
+            self.step = torch.compile(self.model, dynamic=False, **own_graph(self.model))
             self.cache = StaticCache(self.model.config, max_cache_len=count + self.new_tokens + 2)
         feed(self.model, random_tokens(self.model, 1, count), self.cache)
 

@@ -188,7 +188,7 @@ def token(
     """Reading one more token, up to ``new_tokens`` of them; and the cache that grows by it."""
     step, cache = model, DynamicCache(config=model.config)
     if kind.endswith(COMPILED):
-        step = torch.compile(model, dynamic=False, **own_graph())
+        step = torch.compile(model, dynamic=False, **own_graph(model))
         cache = StaticCache(model.config, max_cache_len=context + new_tokens + 1)
     tokens = random_tokens(model, batch, 1)
     feed(model, random_tokens(model, batch, context), cache)

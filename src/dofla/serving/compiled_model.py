@@ -2,7 +2,7 @@
 
 import logging
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from copy import copy
 from inspect import signature
@@ -81,15 +81,23 @@ class CompiledModel:
         if on_gpu:
             return self.config
         config = copy(self.config)
-        vars(config).update(own_graph(config.backend))
+        vars(config).update(own_graph(self.model, config.backend))
         config._compile_all_devices = True  # type: ignore[assignment] # otherwise on GPUs alone
         return config
 
 
-def own_graph(backend: str | Callable[..., Any] = "inductor") -> dict[str, Any]:
+def own_graph(model: nn.Module, backend: str | Callable[..., Any] = "inductor") -> dict[str, Any]:
     """Arguments of torch.compile for a graph that serves one model as it is now. Where torch can do without, a call
     does not ask each module whether it has changed, which takes milliseconds, and graphs of other models do not count
     towards the number of those that torch makes."""
+    layers = {id(module) for module in model.modules() if hasattr(module, "layer_idx")}
+
+    def needed(guards: Sequence[Any]) -> Sequence[bool]:
+        # Where a graph breaks, layers have graphs of their own, which are told apart by their modules.
+        if layers <= {id(guard.value) for guard in guards if guard.has_value}:
+            return torch.compiler.skip_guard_on_all_nn_modules_unsafe(guards)
+        return [True] * len(guards)
+
     compile = lookup_backend(backend)
 
     def compiled(*graph: Any) -> Any:
@@ -98,13 +106,13 @@ def own_graph(backend: str | Callable[..., Any] = "inductor") -> dict[str, Any]:
             warnings.filterwarnings("ignore", message="TypedStorage")  # inductor's own, while it tries products
             return compile(*graph)
 
-    skip = getattr(torch.compiler, "skip_guard_on_all_nn_modules_unsafe", None)
+    filters = hasattr(torch.compiler, "skip_guard_on_all_nn_modules_unsafe")
     apart = "isolate_recompiles" in signature(torch.compile).parameters
     return {
         # Of calls that look alike, torch keeps one graph for each backend, whatever weights are packed into it.
         "backend": compiled,
         "mode": None,
-        "options": {} if skip is None else {"guard_filter_fn": skip},
+        "options": {"guard_filter_fn": needed} if filters else {},
         **({"isolate_recompiles": True} if apart else {}),
     }
 
