@@ -29,18 +29,17 @@ from typing import Annotated, Any
 import torch
 import transformers
 import typer
-from transformers import Cache, DynamicCache, PreTrainedModel, StaticCache
+from transformers import PreTrainedModel
 
 import dofla
 from dofla.display import size as shown
 from dofla.integration.cache import cache_bytes
 from dofla.runs.opening import open_original
-from dofla.serving.compiled_model import own_graph
 from dofla.storage.files import write_json
 
 sys.path.append(str(Path(__file__).parents[1] / "speed"))
 from int8 import bytes_of, in_int8
-from latency import COMPILED, INT8, feed, pack_weights, random_tokens
+from latency import COMPILED, INT8, pack_weights, token
 from model import machine
 from turns import least
 
@@ -50,24 +49,24 @@ OPENVINO = ("fp16", "int8", "int8, cache u4", "int8, evicting")
 
 
 class InTorch:
-    """A model in this process, as it is or under torch.compile with packed weights."""
+    """A model in this process, as it is or under torch.compile with packed weights.
+
+    Args:
+        model: with its cache.
+        compiled: which of both.
+        new_tokens: of each prompt, at most; one more is read before they are timed.
+    """
 
     def __init__(self, model: PreTrainedModel, compiled: bool, new_tokens: int) -> None:
         self.model, self.compiled, self.new_tokens = model, compiled, new_tokens
-        self.weights, self.cache, self.step = bytes_of(model), Cache(layers=[]), model
+        self.weights = bytes_of(model)
 
     def read(self, count: int) -> None:
-        self.cache = DynamicCache(config=self.model.config)
-        if self.compiled:
-            self.step = torch.compile(self.model, dynamic=False, **own_graph(self.model))
-            self.cache = StaticCache(self.model.config, max_cache_len=count + self.new_tokens + 2)
-        feed(self.model, random_tokens(self.model, 1, count), self.cache)
-
-    def token(self) -> None:
-        feed(self.step, random_tokens(self.model, 1, 1), self.cache)
+        kind = COMPILED if self.compiled else ""
+        self.token, self._cache = token(self.model, kind, 1, count, self.new_tokens)
 
     def bytes(self) -> int:
-        return cache_bytes(self.cache)
+        return cache_bytes(self._cache)
 
 
 class Elsewhere:

@@ -17,7 +17,8 @@ from engine_worker import answer
 from openvino import Tensor
 
 EVICTING = "evicting"
-GIB = 1
+CACHE = 1
+"""GiB of a cache at most."""
 
 
 class OpenVino:
@@ -26,7 +27,7 @@ class OpenVino:
     def __init__(self, folder: Path, cache: str, threads: int, positions: int) -> None:
         self.weights = (folder / "openvino_model.bin").stat().st_size
         settings = genai.SchedulerConfig()
-        settings.max_num_batched_tokens, settings.cache_size = positions, GIB
+        settings.max_num_batched_tokens, settings.cache_size = positions, CACHE
         settings.enable_prefix_caching = False
         if cache == EVICTING:
             settings.use_cache_eviction = True

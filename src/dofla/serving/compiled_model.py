@@ -67,6 +67,7 @@ class CompiledModel:
         on_gpu = device_of(self.model).type != "cpu"
         marks = [] if on_gpu else _marks(self.model)  # a CUDA graph reads the weights of the model
         if self._own is None or marks != self._marks:
+            logger.warning("torch.compile makes a graph of a token's step, which takes a minute or two")
             self._own, self._config, self._marks = view(self.model), self._fresh(on_gpu), marks
         if not any(isinstance(value, Cache) for value in options.values()):
             options.setdefault("cache_implementation", "static")
@@ -94,14 +95,13 @@ def own_graph(model: nn.Module, backend: str | Callable[..., Any] = "inductor") 
 
     def needed(guards: Sequence[Any]) -> Sequence[bool]:
         # Where a graph breaks, layers have graphs of their own, which are told apart by their modules.
-        if layers <= {id(guard.value) for guard in guards if guard.has_value}:
+        if layers and layers <= {id(guard.value) for guard in guards if guard.has_value}:
             return torch.compiler.skip_guard_on_all_nn_modules_unsafe(guards)
         return [True] * len(guards)
 
     compile = lookup_backend(backend)
 
     def compiled(*graph: Any) -> Any:
-        logger.warning("torch.compile makes a graph of a token's step, which takes a minute or two")
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="TypedStorage")  # inductor's own, while it tries products
             return compile(*graph)
