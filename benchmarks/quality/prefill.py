@@ -1,5 +1,5 @@
-"""Loss increase of the tokens after a prompt, by how the prompt is read into the cache: token by token, or exactly, in
-calls of several lengths.
+"""Loss increase of the tokens after a prompt, by how the prompt is read into the cache: token by token, twice, or
+exactly, in calls of several lengths.
 
     python benchmarks/quality/prefill.py --model models/smollm2-135m --calibrate data/english-train.txt.gz \\
         --text data/english-val.txt.gz --text data/stories-val.txt.gz --text data/books-val.txt.gz
@@ -24,7 +24,6 @@ from transformers import DynamicCache, PreTrainedModel
 import dofla
 from dofla.display import table
 from dofla.integration.cache import CACHE_ARGUMENT
-from dofla.integration.converted import Converted
 from dofla.integration.interface import token_by_token
 from dofla.integration.recorder import evaluation_mode
 from dofla.runs.opening import open_original
@@ -35,10 +34,10 @@ WRITTEN = 512
 
 def main(
     model: Annotated[str, typer.Option(help="Folder or hub name of a causal model.")],
-    calibrate: Annotated[str, typer.Option(help="Calibration text; self: the model's own.")],
+    calibrate: Annotated[str | None, typer.Option(help="Calibration text; default the calibration known.")] = None,
     text: Annotated[list[Path] | None, typer.Option(help="Texts to evaluate on; repeatable.")] = None,
     size: Annotated[str, typer.Option(help="Of the compressed cache.")] = "1.5MiB",
-    calibration: Annotated[Path | None, typer.Option(help="Saved calibration; default calibrated anew.")] = None,
+    calibration: Annotated[Path | None, typer.Option(help="Saved calibration.")] = None,
     length: Annotated[int, typer.Option(help=f"Tokens per window, of which {WRITTEN} come after the prompt.")] = 2048,
     windows: Annotated[int, typer.Option(help="Windows of each text, spread over it evenly.")] = 4,
     split: Annotated[list[int] | None, typer.Option(help="Tokens per exact call; default 512, 2048, 8192.")] = None,
@@ -49,16 +48,20 @@ def main(
     for name, where in sources(text or []).items():
         there = dofla.token_windows(where, tokenizer, length=length, split="all").input_ids
         texts[name] = there[torch.linspace(0, len(there) - 1, windows).long()]
-    known = dofla.token_windows(calibrate, tokenizer, length=512, windows=12, model=original)
+    known: dofla.Calibration | Path | None = calibration
+    if calibrate and calibration is None:
+        read = dofla.token_windows(calibrate, tokenizer, length=512, windows=12)
+        known = dofla.calibrate(original, read, tokenizer=tokenizer)
     right = {name: losses(original, rows, length) for name, rows in texts.items()}
-    compressed = dofla.compress(original, known, size, calibration=calibration, retrieval_heads=0)
     shown = table("prefill", *texts, "mean", gap=2)
-    for way, tokens in [("sequential", length), *(("exact", n) for n in split or [512, 2048, 8192])]:
-        for layer in Converted.of(compressed).layers.values():
-            layer.prefill = way
+    ways = [("sequential", length), *(("exact", n) for n in split or [512, 2048, 8192]), ("twice", length)]
+    for way, tokens in ways:
+        options = {"calibration": known, "retrieval_heads": 0, "prefill": way}
+        compressed = dofla.compress(original, size=size, tokenizer=tokenizer, **options)
         found = [losses(compressed, rows, tokens) - right[name] for name, rows in texts.items()]
         means = [x.mean().item() for x in found]
         shown.add_row(f"{way}, {tokens}", *(f"{x:.4f}" for x in means), f"{sum(means) / len(means):.4f}")
+        dofla.restore(compressed)
     Console(width=200).print(shown)
 
 

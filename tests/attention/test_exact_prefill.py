@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dofla.attention import LOG_ZERO, HeadSizes
-from dofla.attention.constants import DECAY
+from dofla.attention.constants import DECAY, GAIN, MOST_SCORE
 from dofla.attention.drawn import LATELY, NEIGHBORS
 
 DIM, GROUPS = 16, 2
@@ -101,6 +101,34 @@ def test_output_is_exact_and_the_tokens_of_highest_score_are_retained(sizes, len
             assert score[chosen].min() >= score[left].max() - margin
 
 
+@given(SIZES, st.integers(60, 180), st.integers(0, 100))
+@settings(max_examples=10, deadline=None)
+def test_important_tokens_are_retained_and_decode_goes_on_with_their_scores(sizes, length, seed):
+    heads, inputs = sample(seed, sizes, 2, length)
+    importance = torch.rand(2, len(sizes), length, generator=torch.Generator().manual_seed(seed)).square() * 4
+    out, state = step(heads, inputs, exact=True, importance=importance)
+    assert torch.equal(out, step(heads, inputs, exact=True)[0])
+    share = softmax(*inputs)[1]
+    for (n, head), positions in held_positions(heads, state, inputs[1]).items():
+        size = sizes[head]
+        must = {*range(min(size.sinks, length)), *range(max(0, length - size.window - size.newest), length)}
+        score = scores_of(share[n, GROUPS * head : GROUPS * (head + 1)], size.window, size.sinks)
+        score += importance[n, head].double()
+        free = [x for x in range(length) if x not in must]
+        chosen, left = [x for x in free if x in positions], [x for x in free if x not in positions]
+        if chosen and left:
+            assert score[chosen].min() >= score[left].max() - 1e-4 * float(score.max())
+    for own, held in zip(heads.layout.heads, heads.layout.open(state), strict=True):
+        for place, head in enumerate(own):
+            for n in range(2):
+                there = held.tier.score[n, place] >= 0
+                # Windows and sinks are in int8; keys of the tier are known again by their number, oldest last.
+                kept = sorted(held_positions(heads, state, inputs[1])[n, head])
+                kept = [x for x in kept if sizes[head].sinks <= x < length - sizes[head].window]
+                least = (GAIN * importance[n, head, kept].flip(0)).clamp(max=MOST_SCORE)
+                assert (held.tier.score[n, place, there] >= least.floor() - 1).all()
+
+
 @given(SIZES, st.integers(2, 60), st.integers(0, 100))
 @settings(max_examples=20, deadline=None)
 def test_with_room_for_all_the_state_is_that_of_reading_token_by_token(sizes, length, seed):
@@ -143,9 +171,11 @@ def test_later_calls_attend_to_what_is_held_and_to_themselves(sizes, parts, seed
 def test_padding_takes_no_slot(padding):
     sizes, length = [HeadSizes(5, 2, 6, 3), HeadSizes(5, 2, 1, 30), HeadSizes(9, 2, 1, 30)], 60
     heads, inputs = sample(1, sizes, 2, length)
-    out, state = step(heads, inputs, weight=padded(padding, length), exact=True)
+    important = torch.rand(2, 3, length, generator=torch.Generator().manual_seed(0))
+    out, state = step(heads, inputs, weight=padded(padding, length), exact=True, importance=important)
     for n, first in enumerate(padding):
-        right, after = step(heads, [x[n : n + 1, :, first:] for x in inputs], exact=True)
+        own = [x[n : n + 1, :, first:] for x in (*inputs, important)]
+        right, after = step(heads, own[:3], exact=True, importance=own[3])
         assert (out[n : n + 1, :, first:] - right).abs().max() <= 1e-5 * inputs[2].abs().max()
         assert (out[n, :, :first] == 0).all()
         opened = (heads.layout.open(x) for x in (state.map(lambda x, n=n: x[n : n + 1]), after))

@@ -1,11 +1,18 @@
 """How a prompt enters the cache: exactly, or token by token."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
+from tiny_families import teacher
 from transformers import DynamicCache
 
 import dofla
+from dofla.attention import CompressedHeads
+from dofla.integration.cache import CACHE_ARGUMENT
 from dofla.integration.interface import token_by_token
+from dofla.integration.recorder import recording, run_body
+from dofla.serving import Session, load_state, read_prompt, save_state
 
 LENGTH = 200
 
@@ -16,17 +23,29 @@ def windows(tiny):
 
 
 def compressed(tiny, windows, prefill):
-    return dofla.compress(tiny.llama(), windows, ratio=4, context=256, head_budgets="even", prefill=prefill)
+    model = tiny.llama(max_position_embeddings=512)
+    return dofla.compress(model, windows, ratio=4, context=256, head_budgets="even", prefill=prefill)
 
 
 @torch.no_grad()
-def read(model, ids):
-    return model(input_ids=ids, past_key_values=DynamicCache(config=model.config), use_cache=True)
+def read(model, ids, cache=None, **options):
+    cache = DynamicCache(config=model.config) if cache is None else cache
+    return model(input_ids=ids, **{CACHE_ARGUMENT: cache}, use_cache=True, **options)
+
+
+@pytest.fixture
+def seen(monkeypatch):
+    """The importance of tokens in each call of a layer."""
+    found, step = [], CompressedHeads.step
+    monkeypatch.setattr(
+        CompressedHeads, "step", lambda self, call, state: found.append(call.importance) or step(self, call, state)
+    )
+    return found
 
 
 def test_an_exact_prefill_answers_as_the_original(tiny, windows):
     ids = windows[:1]
-    right = tiny.llama()(input_ids=ids, use_cache=False).logits
+    right = tiny.llama(max_position_embeddings=512)(input_ids=ids, use_cache=False).logits
     model = compressed(tiny, windows, "exact")
     assert torch.allclose(read(model, ids).logits, right, atol=1e-4)
     with token_by_token():
@@ -43,12 +62,88 @@ def test_on_a_cpu_and_without_a_cache_tokens_are_read_one_after_the_other(tiny, 
     assert torch.equal(compressed(tiny, windows, "exact")(input_ids=ids, use_cache=False).logits, single)
 
 
-def test_decoding_goes_on_after_an_exact_prefill(tiny, windows):
+@pytest.mark.parametrize("prefill", ["exact", "twice"])
+def test_decoding_goes_on_after_an_exact_prefill(tiny, windows, prefill):
     """Left-padded rows are continued as those rows alone are."""
-    model, ids = compressed(tiny, windows, "exact"), windows[:2].clone()
+    model, ids = compressed(tiny, windows, prefill), windows[:2].clone()
     mask = torch.ones_like(ids)
     mask[1, :30] = 0
     options = {"max_new_tokens": 12, "min_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
     together = model.generate(ids, attention_mask=mask, **options)[:, LENGTH:]
     alone = model.generate(ids[1:, 30:], attention_mask=mask[1:, 30:], **options)[:, LENGTH - 30 :]
     assert torch.equal(together[1:], alone)
+
+
+def attention_again(model, ids):
+    """The squares of the most attention that a query of a second time pays to each token, by layer [Hkv, n]."""
+    calls, names = [], [f"model.layers.{n}.self_attn" for n in range(len(model.model.layers))]
+    with torch.no_grad(), recording(model, names, calls.append):
+        run_body(model, {"input_ids": ids.repeat(1, 2)})
+    weights = [call.log_weights().exp()[0, :, ids.shape[1] :, : ids.shape[1]] for call in calls]
+    return [
+        x.unflatten(0, (call.key.shape[1], -1)).amax((1, 2)).square() for x, call in zip(weights, calls, strict=True)
+    ]
+
+
+def test_a_prompt_is_important_by_its_second_reading(tiny, windows, seen):
+    """Of padded rows too, wherever the padding stands; what follows, and single tokens, are read once."""
+    model, ids = compressed(tiny, windows, "twice"), windows[:2]
+    mask, cache = torch.ones_like(ids), DynamicCache(config=model.config)
+    mask[0, :30], mask[1, -20:] = 0, 0
+    exact = read(compressed(tiny, windows, "exact"), ids, attention_mask=mask).logits
+    seen.clear()
+    assert torch.equal(read(model, ids, cache, attention_mask=mask).logits[0, 30:], exact[0, 30:])
+    layers = len(seen)
+    for row, own in enumerate((slice(30, None), slice(-20))):
+        for found, wanted in zip(seen, attention_again(model, ids[row : row + 1, own]), strict=True):
+            before = found.shape[2] - wanted.shape[1]
+            assert not found[row, :, :before].any()  # padding, which layers get in front
+            torch.testing.assert_close(found[row, :, before:], wanted, rtol=1e-4, atol=1e-6)
+    read(model, ids[:, :9], cache, attention_mask=torch.cat([mask, mask[:, 30:39]], 1))
+    read(model, ids[:, :1])
+    assert all(importance is None for importance in seen[layers:])
+
+
+def test_a_second_reading_serves_beams_assistants_saved_prompts_and_sessions(tiny, windows, seen, tmp_path):
+    model, ids = compressed(tiny, windows, "twice"), windows[:1]
+    options = {"max_new_tokens": 5, "do_sample": False}
+    wanted = model.generate(ids, **options)
+    assert model.generate(ids, num_beams=2, **options).shape == wanted.shape
+    assert torch.equal(model.generate(ids, cache_implementation="static", **options), wanted)
+    seen.clear()
+    assert model.generate(ids, prompt_lookup_num_tokens=3, **options).shape == wanted.shape
+    assert seen[0].shape[2] > LENGTH - 64
+    cache = read_prompt(model, ids[:, :-1], chunk=50)
+    save_state(cache, ids[:, :-1], tmp_path / "prompt.safetensors", model)
+    again = model.generate(ids, **{CACHE_ARGUMENT: load_state(tmp_path / "prompt.safetensors", model)[1]}, **options)
+    assert torch.equal(Session(model).generate(ids, **options), again)
+
+
+def test_a_second_reading_leaves_other_threads_alone(tiny, windows):
+    model = compressed(tiny, windows, "twice")
+    texts = [windows[n : n + 1, : 150 + n] for n in range(3)] * 4
+    wanted = [read(model, ids).logits for ids in texts]
+    with ThreadPoolExecutor(4) as threads:
+        for one, other in zip(threads.map(lambda ids: read(model, ids).logits, texts), wanted, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+
+
+def test_a_prompt_without_room_for_a_second_time_is_read_once(tiny, windows, seen, caplog):
+    model = compressed(tiny, windows, "twice")
+    model.config.max_position_embeddings = 2 * LENGTH - 1
+    read(model, windows[:1])
+    assert "a prompt of 200 tokens is read once" in caplog.text
+    assert seen[-1] is None
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"), [({"evict": False}, "nothing is left to choose"), ({"prefill": "thrice"}, "exact.*twice")]
+)
+def test_what_cannot_be_read_twice_is_refused(tiny, windows, options, reason):
+    with pytest.raises(dofla.DoflaError, match=reason):
+        dofla.compress(tiny.llama(), windows, **{"prefill": "twice"} | options)
+
+
+def test_more_than_one_text_is_not_read_twice():
+    with pytest.raises(dofla.DoflaError, match="prefill is 'twice': BartForConditionalGeneration"):
+        dofla.compress(teacher("bart"), size="64KiB", prefill="twice")

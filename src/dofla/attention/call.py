@@ -26,6 +26,8 @@ class Call(NamedTuple):
         in_place: whether the state may be overwritten with the one after the call.
         room: tokens of a sequence that a state is to have room for, in heads that hold every one; None for what it has.
         smoothing: what keys and queries are to go through first, if anything.
+        importance: [B, Hkv, L], squares of attention weights that an exact call at the beginning of a sequence adds to
+            what tokens drew; None: nothing.
     """
 
     query: Tensor
@@ -38,6 +40,7 @@ class Call(NamedTuple):
     in_place: bool = False
     room: int | None = None
     smoothing: KeySmoothing | None = None
+    importance: Tensor | None = None
 
     @property
     def groups(self) -> int:
@@ -64,4 +67,6 @@ class Call(NamedTuple):
         if list(heads) == list(range(self.key.shape[1])):
             return self
         own = select(self.query, query_heads(heads, self.groups))
-        return self._replace(query=own, key=select(self.key, heads), value=select(self.value, heads))
+        importance = None if self.importance is None else select(self.importance, heads)
+        key, value = select(self.key, heads), select(self.value, heads)
+        return self._replace(query=own, key=key, value=value, importance=importance)

@@ -52,14 +52,16 @@ def exact_prefill(
     (query, key, value), outs = call.vectors, []
     window, sinks = len(held[0].window), len(held[0].sinks)
     past = None if fresh else _Held.of(tiers, held, backend)
-    for start in range(0, query.shape[2], MOST_TOKENS):
-        part = slice(start, start + MOST_TOKENS)
+    importance = call.importance if fresh else None
+    most = MOST_TOKENS if importance is None else query.shape[2]
+    for start in range(0, query.shape[2], most):
+        part = slice(start, start + most)
         log_weight = None if call.log_weight is None else call.log_weight[:, part]
         new = masked(key[:, :, part], value[:, :, part], log_weight)
         line = _line(past, new, padded=log_weight is not None and not bool((log_weight == 0).all()))
         out, drawn = backend.exact_causal(query[:, :, part], line, window, sinks, call.scaling)
         outs.append(out.to(value.dtype))
-        held = _retained(tiers, held, past, line, new, drawn, backend)
+        held = _retained(tiers, held, past, line, new, drawn, importance, backend)
         if part.stop < query.shape[2]:
             past = _Held.of(tiers, held, backend)
     return outs[0] if len(outs) == 1 else torch.cat(outs, 2), list(held)
@@ -115,6 +117,7 @@ def _retained(
     line: Line,
     new: TokenBuffer,
     drawn: Drawn,
+    importance: Tensor | None,
     backend: Backend,
 ) -> list[Contents]:
     """The contents after the call: the first tokens as attention sinks, the last in the window, and in the tier,
@@ -134,7 +137,7 @@ def _retained(
         window = PackedTokens.of_all([own.window for own in before]).shifted(window)
     behind = torch.where(left & (rank >= count), age - window_size, -1)
     room = [len(own.tier) for own in before]
-    coded = _select(tiers, room, past, line, drawn, behind, len(new), backend)
+    coded = _select(tiers, room, past, line, drawn, importance, behind, len(new), backend)
     return [
         Contents(window.of_heads(own), sinks.of_heads(own), tokens)
         for tokens, own in zip(coded, _spans(tiers), strict=True)
@@ -152,6 +155,7 @@ def _select(
     past: _Held | None,
     line: Line,
     drawn: Drawn,
+    importance: Tensor | None,
     behind: Tensor,
     new: int,
     backend: Backend,
@@ -164,6 +168,8 @@ def _select(
     position = torch.arange(len(line), device=device)
     queries = (len(line) - NEIGHBORS - position).clamp(1, new)
     score, later = drawn.total + drawn.lately + _LATER * position, GAIN * _REMEMBERED * drawn.total / queries
+    if importance is not None:
+        score, later = score + importance, later + GAIN * importance
     if past is not None:
         before = slice(len(past.sinks), len(past.sinks) + past.score.shape[2])
         score[:, :, before] += past.score.clamp_min(0) / GAIN

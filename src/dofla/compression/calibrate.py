@@ -18,8 +18,8 @@ from dofla.compression.head_budgets import divide, with_reading
 from dofla.compression.known import forget, interrupted, keep_if_possible, unfinished
 from dofla.compression.memory import warn_of_memory, ways_out
 from dofla.compression.plan import bytes_for, even_bytes
+from dofla.compression.reading_shares import reading_shares
 from dofla.compression.retrieval import needles_among, rank_heads
-from dofla.compression.second_reading import SecondReading
 from dofla.compression.target import Target, tokenizer_of
 from dofla.data import TokenWindows
 from dofla.display import Bar
@@ -29,6 +29,7 @@ from dofla.integration.offload import device_of
 from dofla.integration.placement import calibration_context, placed_over
 from dofla.integration.reading import windows_for
 from dofla.integration.recorder import AttentionCall, evaluation_mode, recording, run_body
+from dofla.integration.second_reading import SecondReading
 from dofla.integration.surgery import original, restore
 from dofla.integration.wrapped import takes_model
 from dofla.plans.plan import held_out_line, kept_way
@@ -189,7 +190,7 @@ def _read(
     for name in layers:
         errors.errors[name] += COPY_WEIGHT * rows * copied.errors[name]
     costs = {x: errors.cost(x, directions[x].weighing(model), around[x]) for x in layers}
-    return directions, costs, reading.shares()
+    return directions, costs, reading_shares(reading.attention)
 
 
 def _repeated(windows: TokenWindows, positions: int | None) -> Batch:

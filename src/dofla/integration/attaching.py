@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -11,9 +12,10 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from dofla.errors import DoflaError
 from dofla.integration.cache import hand_over_cache, record_candidates
-from dofla.integration.interface import LINEAR
+from dofla.integration.instead import LINEAR
 from dofla.integration.offload import device_of
 from dofla.integration.positions import positions_of
+from dofla.integration.second_reading import check_reads_twice, read_again
 from dofla.layers import AttentionLayer, parts_of
 from dofla.plans.layers import MOST_TOKENS, LayerPlan
 from dofla.plans.plan import Plan
@@ -58,6 +60,8 @@ def attach(model: PreTrainedModel, plan: Plan) -> list[AttachedLayer]:
         except AttributeError:
             raise DoflaError(f"the plan is for another model: {type(model).__name__} has no {layer.name!r}") from None
         _check_sizes(layer, modules[-1], positions)
+    if plan.prefill == "twice":
+        check_reads_twice(model)
     for layer, module in zip(converted, modules, strict=True):
         own = module.dofla = AttachedLayer(layer, len(converted) < len(plan.layers), positions, plan.prefill)
         own.to(device_of(module))
@@ -66,6 +70,9 @@ def attach(model: PreTrainedModel, plan: Plan) -> list[AttachedLayer]:
         attached.append(own)
     if attached:
         attached[0].hooks.append(model.register_forward_pre_hook(record_candidates, with_kwargs=True))
+    if attached and plan.prefill == "twice":
+        again = partial(read_again, model)
+        attached[0].hooks.append(model.base_model.register_forward_pre_hook(again, with_kwargs=True))
     return attached
 
 

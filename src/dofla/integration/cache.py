@@ -13,8 +13,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from dofla.attention import CompressedState
 from dofla.attention.state import Tensors
 from dofla.errors import DoflaError
-from dofla.integration.instead import computed_instead
-from dofla.integration.interface import LINEAR
+from dofla.integration.instead import LINEAR, computed_instead
 from dofla.integration.rollback import LEAST, History
 
 logger = logging.getLogger(__name__)
@@ -45,6 +44,7 @@ class LinearCacheLayer(CacheLayerMixin):
         self.beside_softmax, self.positions = beside_softmax, positions
         self.tokens, self.handed_over = 0, False
         self.history: History | None = None  # where tokens are going to be taken back
+        self.importance: Tensor | None = None  # [B, Hkv, L] of the tokens of the first call
         self._differentiable: list[Tensor] | None = None  # keys, values and weights of all tokens
 
     @property
@@ -149,6 +149,11 @@ class LinearCacheLayer(CacheLayerMixin):
     def prefetch(self) -> None:
         """Nothing was moved away."""
 
+    def take_importance(self) -> Tensor | None:
+        """The importance of the tokens that are read now, if it is known."""
+        importance, self.importance = self.importance, None
+        return importance
+
     def differentiable(self, key: Tensor, value: Tensor, weight: Tensor | None) -> list[Tensor] | None:
         """Keys, values [B, Hkv, L, d] and weights [B, L] of all tokens read so far, those of this call last; None if
         some were read without gradients. What training holds: constant size is for reading without them."""
@@ -244,7 +249,7 @@ def hand_over_cache(module: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[t
     along as one more argument, which all families pass on to the attention function."""
     if module.config._attn_implementation != LINEAR or computed_instead(module.config):
         return None
-    cache = _cache_of(args, kwargs)
+    cache = cache_of(args, kwargs)
     return None if cache is None else (args, {**kwargs, "dofla_entry": linear_entry(cache, module)})
 
 
@@ -254,13 +259,13 @@ def record_candidates(model: Any, args: tuple, kwargs: dict[str, Any]) -> None:
     several = kwargs.get("logits_to_keep")
     if not isinstance(several, int) or several < 2 or computed_instead(model.config):
         return
-    cache = _cache_of(args, kwargs)
+    cache = cache_of(args, kwargs)
     for module in model.modules():
         if cache is not None and "dofla" in module._modules:
             linear_entry(cache, module).activate_past_recording()
 
 
-def _cache_of(args: tuple, kwargs: dict[str, Any]) -> Cache | None:
+def cache_of(args: tuple, kwargs: dict[str, Any]) -> Cache | None:
     """The decoder's cache among the arguments of a module. Few families have a name of their own for it, and of those
     any Cache is taken."""
     cache = kwargs.get(CACHE_ARGUMENT)

@@ -15,14 +15,11 @@ from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from dofla.errors import DoflaError
-from dofla.integration.instead import INSTEAD, computed_instead, configs_of
+from dofla.integration.instead import INSTEAD, LINEAR, RECORDING, computed_instead, computing, configs_of
 from dofla.integration.masks import full_mask, padding_mask, padding_of, plain_mask, visible
 from dofla.integration.padding import run_padded
 from dofla.integration.rollback import Read, Vectors
 from dofla.layers import AttentionLayer
-
-LINEAR = "dofla"
-RECORDING = "dofla_recording"
 
 Visitor = Callable[..., None]
 _token_by_token: ContextVar[bool] = ContextVar("dofla_token_by_token", default=False)
@@ -100,7 +97,7 @@ def _run(
     **options: Any,
 ) -> Tensor:
     """The layer's output; the states after go into the entry of the cache, if there is one."""
-    vectors = query, key, value, weight
+    vectors = query, key, value, weight, None if entry is None else entry.take_importance()
     if entry is None:
         return _read(layer, vectors, None, keeps_states=False, exact=exact, **options)[0]
     read: Read = partial(_read, layer, keeps_states=True, room=entry.room, **options)
@@ -120,11 +117,12 @@ def _read(
     **options: Any,
 ) -> tuple[Tensor, Any]:
     """The layer's output, and the states after."""
-    query, key, value, weight = vectors
+    query, key, value, weight, importance = vectors
     run = partial(layer, in_place=in_place, **options)
     if weight is None or not causal:
-        return run(query, key, value, weight=weight, states=states, causal=causal)
-    return run_padded(run, query, key, value, weight, states, keeps_states=keeps_states, in_place=in_place)
+        return run(query, key, value, weight=weight, states=states, causal=causal, importance=importance)
+    tokens = query, key, value, weight, importance
+    return run_padded(run, *tokens, states, keeps_states=keeps_states, in_place=in_place)
 
 
 _outside_the_graph = torch.compiler.disable(_run)
@@ -148,9 +146,14 @@ class _Detached(torch.autograd.Function):
 def _prefills_exactly(layer: nn.Module, query: Tensor, entry: Any) -> bool:
     """True if the call is an exact prefill. Without a cache it is none, so that a single pass over a text, as
     evaluation and training make it, gives what decoding the text would give."""
-    if entry is None or query.shape[-2] == 1 or torch.compiler.is_compiling() or _token_by_token.get():
+    if entry is None or query.shape[-2] == 1 or one_by_one():
         return False
-    return layer.prefill == "exact" or (layer.prefill == "auto" and query.is_cuda)
+    return layer.prefill in ("exact", "twice") or (layer.prefill == "auto" and query.is_cuda)
+
+
+def one_by_one() -> bool:
+    """True if several tokens are read one after the other, whatever a plan says: in compiled graphs too."""
+    return torch.compiler.is_compiling() or _token_by_token.get()
 
 
 @contextmanager
@@ -168,7 +171,7 @@ def recording_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, Tensor | None]:
     """Attention that shows its inputs to the visitor of :func:`visiting` first."""
-    if computed_instead(module.config):
+    if computed_instead(module.config) not in (None, RECORDING):
         return dofla_attention(module, query, key, value, attention_mask, **kwargs)
     visit, run = _visitor.get() or (None, softmax_attention)
     attention_mask = plain_mask(attention_mask, module)
@@ -188,8 +191,16 @@ def unreachable(model: PreTrainedModel) -> str:
 @contextmanager
 def visiting(model: PreTrainedModel, visitor: Visitor | None, run: Callable | None = None) -> Iterator[None]:
     """Within the block, ``visitor`` sees every call of the model's attention, which goes on with ``run``; default
-    softmax attention."""
+    softmax attention. By default a converted model goes on serving other threads meanwhile."""
     before, configs = model.config._attn_implementation, configs_of(model)
+    if before == LINEAR and run is None:
+        token = _visitor.set((visitor, softmax_attention))
+        try:
+            with computing(model, RECORDING):
+                yield
+        finally:
+            _visitor.reset(token)
+        return
     model.set_attn_implementation(RECORDING)
     others = INSTEAD.set({own: other for own, other in INSTEAD.get().items() if own not in configs})
     token = _visitor.set((visitor, run or softmax_attention))

@@ -14,7 +14,7 @@ from transformers.masking_utils import (
 )
 
 from dofla.errors import DoflaError
-from dofla.integration.instead import computed_instead
+from dofla.integration.instead import RECORDING, computed_instead
 from dofla.integration.positions import stated_positions
 
 
@@ -34,7 +34,7 @@ def padding_mask(
     layers use and linear layers refuse.
     """
     positions = batch_size, q_length, kv_length, q_offset, kv_offset
-    if name := computed_instead(kwargs.get("config")):
+    if (name := computed_instead(kwargs.get("config"))) and name != RECORDING:
         if name not in ALL_MASK_ATTENTION_FUNCTIONS:
             return attention_mask
         return ALL_MASK_ATTENTION_FUNCTIONS[name](*positions, mask_function, attention_mask=attention_mask, **kwargs)

@@ -87,6 +87,7 @@ class AttentionLayer(nn.Module):
         exact: bool = False,
         in_place: bool = False,
         room: int | None = None,
+        importance: Tensor | None = None,
     ) -> tuple[Tensor, list[Tensors]]:
         """Attention of the new tokens.
 
@@ -99,14 +100,15 @@ class AttentionLayer(nn.Module):
                 tokens are evicted by score, those of any weight above 0 count in full.
             states: one per group, or None at the beginning of a sequence.
             causal: whether queries see only earlier keys (and themselves).
-            exact, room: see :class:`dofla.attention.Call`; for compressed caches.
+            exact, room, importance: see :class:`dofla.attention.Call`; for compressed caches.
             in_place: whether ``states`` may be overwritten with those after the call.
 
         Returns:
             Output [B, H, L, dv], and the states after the last token (empty unless causal).
         """
         log_weight = None if weight is None else log_weights(weight)
-        call = Call(query, key, value, scaling, log_weight, causal, exact, in_place, room, self.smoothing)
+        options = causal, exact, in_place, room, self.smoothing, importance
+        call = Call(query, key, value, scaling, log_weight, *options)
         if len(self.groups) == 1:
             out, after = self.groups[0].step(call, states[0] if states else None)
             return out, [] if after is None else [after]

@@ -22,10 +22,11 @@ _FORMAT = 4  # 3 had one kind of layers, with several tiers
 
 LENGTHS = (2048, 8192, 32768, 131072)
 """Tokens of which the bytes of caches that grow are shown."""
-PREFILLS = ("auto", "exact", "sequential")
+PREFILLS = ("auto", "exact", "sequential", "twice")
 """Ways in which several tokens enter a compressed cache: ``exact``, they attend exactly to the cache and to one
 another, and those to retain are selected at the end of the call; ``sequential``, one after the other, as decoding goes
-on; ``auto``, exact on a GPU, where it is faster, and sequential on a CPU."""
+on; ``auto``, exact on a GPU, where it is faster, and sequential on a CPU; ``twice``, exact, and a prompt is read twice
+more, which tells what is needed later (:mod:`dofla.integration.second_reading`)."""
 
 
 def held_out_line(held_out: Mapping[str, float]) -> str:

@@ -9,7 +9,7 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 
 from dofla.errors import DoflaError
 from dofla.integration.cache import CACHE_ARGUMENT, LinearCacheLayer
-from dofla.integration.converted import Converted
+from dofla.integration.converted import Converted, is_converted
 from dofla.integration.offload import device_of
 from dofla.integration.positions import text_positions
 from dofla.integration.reading import check_keeps_states, check_readable
@@ -30,6 +30,8 @@ def read_prompt(model: PreTrainedModel, input_ids: Tensor, *, chunk: int = 4096,
         raise DoflaError(f"chunk: {chunk}; read 1 token or more at a time")
     check_readable(model, input_ids, "the prompt")
     cache = DynamicCache(config=model.config) if cache is None else cache
+    if not cache.get_seq_length() and is_converted(model) and Converted.of(model).plan.prefill == "twice":
+        chunk = input_ids.shape[1]  # all of it tells what is needed later
     with torch.inference_mode():
         for piece in input_ids.to(device_of(model)).split(chunk, dim=1):
             begun = int(cache.get_seq_length())

@@ -37,7 +37,10 @@ class _Compressed(TransformersForCausalLM, HasInnerState, SupportsMambaPrefixCac
         plan = self.quant_config.plan
         self._check(plan)
         super()._create_attention_instances(prefix)
-        exact = plan.prefill == "exact" or (plan.prefill == "auto" and self.device_config.device.type == "cuda")
+        if plan.prefill == "twice":
+            logger.warning("prefill is twice: vLLM gives prompts in pieces, which are read once, exactly")
+        by_default = "exact" if self.device_config.device.type == "cuda" else "sequential"
+        exact = (by_default if plan.prefill == "auto" else plan.prefill) != "sequential"
         compressed, made, length = plan.compressed, [], self.model_config.max_model_len
         rank, ranks = self.tp_group.rank_in_group, self.tp_group.world_size
         if plan.growing:

@@ -6,8 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import dofla
-from dofla.compression.second_reading import FRACTIONS, SecondReading
+from dofla.compression.reading_shares import FRACTIONS, reading_shares
 from dofla.integration.recorder import recording, run_body
+from dofla.integration.second_reading import SecondReading
 
 
 def naive_attention(call):
@@ -34,14 +35,14 @@ def test_attention_is_that_of_the_second_time_to_the_first(tiny):
 @given(st.lists(st.integers(1, 3), min_size=1, max_size=4), st.integers(1, 40), st.integers(0, 99))
 def test_shares_are_parts_of_the_most_attended_tokens_of_all_heads(heads, tokens, seed):
     generator = torch.Generator().manual_seed(seed)
-    found = SecondReading({f"{n}": torch.rand(own, tokens, generator=generator) for n, own in enumerate(heads)})
-    ranked = sorted((x, n) for n, own in enumerate(torch.cat([*found.attention.values()]).tolist()) for x in own)
+    attention = {f"{n}": torch.rand(own, tokens, generator=generator) for n, own in enumerate(heads)}
+    ranked = sorted((x, n) for n, own in enumerate(torch.cat([*attention.values()]).tolist()) for x in own)
     wanted = [0.0] * sum(heads)
     for part in FRACTIONS:
         count = max(1, round(part * len(ranked)))
         for _, n in ranked[-count:]:
             wanted[n] += sum(heads) / count / len(FRACTIONS)
-    shares = found.shares()
+    shares = reading_shares(attention)
     assert [len(own) for own in shares.values()] == heads
     assert [share for own in shares.values() for share in own] == pytest.approx(wanted, abs=1e-5)
 
