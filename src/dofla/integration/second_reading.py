@@ -52,7 +52,10 @@ class SecondReading:
 def check_reads_twice(model: PreTrainedModel) -> None:
     """DoflaError unless a prompt of the model is text alone, which its body reads in one call."""
     if not keeps_states(model) or model.config.get_text_config() is not model.config:
-        raise DoflaError(f"prefill is 'twice': {type(model).__name__} reads more than one text, choose 'exact'")
+        name = type(model).__name__
+        raise DoflaError(
+            f"prefill is 'twice': {name} reads more than a text, or has a cache of its own kind: choose 'exact'"
+        )
 
 
 def read_again(model: PreTrainedModel, body: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
