@@ -25,11 +25,11 @@ def run_padded(
     key: Tensor,
     value: Tensor,
     weight: Tensor,
-    importance: Tensor | None,
     states: Sequence[Tensors] | None,
     *,
     keeps_states: bool,
     in_place: bool,
+    importance: Tensor | None = None,
 ) -> Answer:
     """A causal call of a layer, as :meth:`dofla.layers.AttentionLayer.forward` has them, with key weights [B, L], 0 for
     padding, which may stand anywhere; ``run`` does it for padding in front, and may update states ``in_place``. A call
@@ -59,11 +59,12 @@ def _beginning(
     """The call that begins sequences: padding is moved to the front. A compiled graph cannot ask where it is."""
     real = weight > 0
     if not torch.compiler.is_compiling() and not _disorder(real, keeps_states):
-        return run(query, key, value, weight=weight, states=None, importance=importance)
+        own = {} if importance is None else {"importance": importance}
+        return run(query, key, value, weight=weight, states=None, **own)
     order = real.int().argsort(dim=-1, stable=True)
     tokens = (x.take_along_dim(order[:, None, :, None], 2) for x in (query, key, value))
-    importance = None if importance is None else importance.take_along_dim(order[:, None], 2)
-    out, after = run(*tokens, weight=weight.gather(1, order), states=None, importance=importance)
+    own = {} if importance is None else {"importance": importance.take_along_dim(order[:, None], 2)}
+    out, after = run(*tokens, weight=weight.gather(1, order), states=None, **own)
     out = out.take_along_dim(order.argsort(dim=-1)[:, None, :, None], 2)
     return out.masked_fill(~real[:, None, :, None], 0), after
 
