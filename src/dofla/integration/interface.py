@@ -121,8 +121,8 @@ def _read(
     run = partial(layer, in_place=in_place, **options)
     if weight is None or not causal:
         return run(query, key, value, weight=weight, states=states, causal=causal, importance=importance)
-    given = {"keeps_states": keeps_states, "in_place": in_place, "importance": importance}
-    return run_padded(run, query, key, value, weight, states, **given)
+    tokens = query, key, value, weight
+    return run_padded(run, *tokens, states, keeps_states=keeps_states, in_place=in_place, importance=importance)
 
 
 _outside_the_graph = torch.compiler.disable(_run)
