@@ -108,8 +108,8 @@ def test_important_tokens_are_retained_and_decode_goes_on_with_their_scores(size
     importance = torch.rand(2, len(sizes), length, generator=torch.Generator().manual_seed(seed)).square() * 4
     out, state = step(heads, inputs, exact=True, importance=importance)
     assert torch.equal(out, step(heads, inputs, exact=True)[0])
-    share = softmax(*inputs)[1]
-    for (n, head), positions in held_positions(heads, state, inputs[1]).items():
+    share, there = softmax(*inputs)[1], held_positions(heads, state, inputs[1])
+    for (n, head), positions in there.items():
         size = sizes[head]
         must = {*range(min(size.sinks, length)), *range(max(0, length - size.window - size.newest), length)}
         score = scores_of(share[n, GROUPS * head : GROUPS * (head + 1)], size.window, size.sinks)
@@ -121,12 +121,10 @@ def test_important_tokens_are_retained_and_decode_goes_on_with_their_scores(size
     for own, held in zip(heads.layout.heads, heads.layout.open(state), strict=True):
         for place, head in enumerate(own):
             for n in range(2):
-                there = held.tier.score[n, place] >= 0
-                # Windows and sinks are in int8; keys of the tier are known again by their number, oldest last.
-                kept = sorted(held_positions(heads, state, inputs[1])[n, head])
-                kept = [x for x in kept if sizes[head].sinks <= x < length - sizes[head].window]
-                least = (GAIN * importance[n, head, kept].flip(0)).clamp(max=MOST_SCORE)
-                assert (held.tier.score[n, place, there] >= least.floor() - 1).all()
+                score = held.tier.score[n, place]
+                kept = [x for x in sorted(there[n, head]) if sizes[head].sinks <= x < length - sizes[head].window]
+                least = (GAIN * importance[n, head, kept].flip(0)).clamp(max=MOST_SCORE)  # the newest first
+                assert (score[score >= 0] >= least.floor() - 1).all()
 
 
 @given(SIZES, st.integers(2, 60), st.integers(0, 100))

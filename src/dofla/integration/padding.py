@@ -59,12 +59,11 @@ def _beginning(
     """The call that begins sequences: padding is moved to the front. A compiled graph cannot ask where it is."""
     real = weight > 0
     if not torch.compiler.is_compiling() and not _disorder(real, keeps_states):
-        own = {} if importance is None else {"importance": importance}
-        return run(query, key, value, weight=weight, states=None, **own)
+        return run(query, key, value, weight=weight, states=None, importance=importance)
     order = real.int().argsort(dim=-1, stable=True)
     tokens = (x.take_along_dim(order[:, None, :, None], 2) for x in (query, key, value))
-    own = {} if importance is None else {"importance": importance.take_along_dim(order[:, None], 2)}
-    out, after = run(*tokens, weight=weight.gather(1, order), states=None, **own)
+    importance = None if importance is None else importance.take_along_dim(order[:, None], 2)
+    out, after = run(*tokens, weight=weight.gather(1, order), states=None, importance=importance)
     out = out.take_along_dim(order.argsort(dim=-1)[:, None, :, None], 2)
     return out.masked_fill(~real[:, None, :, None], 0), after
 

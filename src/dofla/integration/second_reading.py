@@ -40,8 +40,9 @@ class SecondReading:
         most = torch.full((heads, length // 2), LOG_ZERO, device=call.key.device)
         for start in range(length // 2, length, _ROWS):
             query = call.query[:, :, start : start + _ROWS]
-            scores = exact_scores(query, call.key[:, :, : start + query.shape[2]], call.scaling)  # [1, H, R, <= L]
-            later = torch.ones(*2 * query.shape[2:3], dtype=torch.bool, device=scores.device).triu(1)
+            rows = query.shape[2]
+            scores = exact_scores(query, call.key[:, :, : start + rows], call.scaling)  # [1, H, R, <= L]
+            later = torch.ones(rows, rows, dtype=torch.bool, device=scores.device).triu(1)
             scores[..., start:].masked_fill_(later, LOG_ZERO)
             normalizer = scores.logsumexp(-1, keepdim=True)
             shares = scores[..., : length // 2].sub_(normalizer).unflatten(1, (heads, -1))
