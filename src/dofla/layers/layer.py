@@ -135,10 +135,11 @@ class AttentionLayer(nn.Module):
         value: Tensor,
         *,
         weight: Tensor | None,
-        states: object,
+        states: Sequence[Tensors] | None,
         causal: bool,
         room: int | None,
     ) -> bool:
         """True if torch.compile can take such a call of :meth:`forward` into its graph."""
         call = Call(query, key, value, 1.0, weight, causal, room=room)
-        return all(group.traceable(call, bool(states)) for group in self.groups)
+        held = states is not None and len(states) > 0  # torch 2.11 does not trace bool() of a list
+        return all(group.traceable(call, held) for group in self.groups)

@@ -18,9 +18,9 @@ using Tensors = std::vector<Tensor>;
 template <std::size_t N>
 inline Tensor empty_strided(const std::array<std::int64_t, N>& sizes, const std::array<std::int64_t, N>& strides, const Tensor& like) {
   std::int32_t dtype = 0;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(like.get(), &dtype));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(like.get(), &dtype));
   AtenTensorHandle made = nullptr;
-  STABLE_TORCH_ERROR_CODE_CHECK(
+  TORCH_ERROR_CODE_CHECK(
       aoti_torch_empty_strided(N, sizes.data(), strides.data(), dtype, aoti_torch_device_type_cpu(), 0, &made));
   return Tensor(made);
 }
@@ -38,7 +38,7 @@ template <std::size_t N>
 inline Tensor viewed(const Tensor& t, const std::array<std::int64_t, N>& sizes, const std::array<std::int64_t, N>& strides,
                      std::int64_t offset) {
   AtenTensorHandle made = nullptr;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch__reinterpret_tensor(t.get(), N, sizes.data(), strides.data(), offset, &made));
+  TORCH_ERROR_CODE_CHECK(aoti_torch__reinterpret_tensor(t.get(), N, sizes.data(), strides.data(), offset, &made));
   return Tensor(made);
 }
 

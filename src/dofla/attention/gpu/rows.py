@@ -192,8 +192,9 @@ def update_window(
         if is_first:
             tl.store(near_weight + t, tl.load(weights + t + 1, mask=here, other=0.0), mask=here)
     tl.debug_barrier()
-    _store_kept(key, near_key + LAST * KEY.dim, near_key_unit + LAST, KEY)
-    _store_kept(value, near_value + LAST * VALUE.dim, near_value_unit + LAST, VALUE)
+    counts = tl.where(weight > NOTHING, 1.0, 0.0)
+    _store_kept(key, counts, near_key + LAST * KEY.dim, near_key_unit + LAST, KEY)
+    _store_kept(value, counts, near_value + LAST * VALUE.dim, near_value_unit + LAST, VALUE)
     if is_first:
         tl.store(near_weight + LAST, weight)
 
@@ -212,10 +213,10 @@ def _put(places, bytes, here, SIZE: tl.constexpr):
 
 
 @triton.jit
-def _store_kept(x, integers, exponent, CODER: tl.constexpr):
+def _store_kept(x, counts, integers, exponent, CODER: tl.constexpr):
     """A vector of the new token, as it is kept."""
     PADDED: tl.constexpr = CODER.padded
     n = tl.arange(0, PADDED)
-    numbers, own = as_kept(x, 1.0, CODER)
+    numbers, own = as_kept(x, counts, CODER)
     tl.store(at(integers, 0, tl.int8) + n, numbers.to(tl.int8), mask=n < CODER.dim)
     tl.store(at(exponent, 0, tl.int8), own.to(tl.int8))

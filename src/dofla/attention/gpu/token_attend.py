@@ -115,18 +115,17 @@ def attend_and_update(
         out += batch * out_batch + kv_head * GROUPS * VALUE.dim
         for first in range(0, GROUPS, ROWS):
             _join(sums, value_constants, head, out, parts, first + tl.arange(0, ROWS), VALUE, SHAPE)
-        if counts > 0:  # padding changes nothing
-            there = (lane <= slots) & (slot != evicted)
-            enters = tl.where(tl.min(tl.where(lane <= slots, score, 0), axis=0) < 0, evicted, 0)
-            g = tl.arange(0, triton.next_power_of_2(GROUPS))
-            steps = at(scratch, SHAPE.steps, tl.float32) + g[:, None] * (SHAPE.places + 1) + slot[None, :]
-            if rows.number(own, rows.GROWS) == 0:
-                score = drawn_by(steps, g < GROUPS, score, there & (score >= 0), attention_weights)
-            after = tl.where(slot == slots, enters, slot + ((slot >= enters) & (slot < evicted)).to(tl.int32))
-            tl.debug_barrier()  # all have loaded what others overwrite
-            tl.store(rows.tier_scores(state, own) + after, score.to(tl.int16), mask=there)
-            rows.update_tier(state, own, slots, enters, evicted, scratch + SHAPE.entering, KEY, VALUE, SHAPE)
-            rows.update_window(state, own, key, value, weight, weights, KEY, VALUE, SHAPE)
+        there = (lane <= slots) & (slot != evicted)
+        enters = tl.where(tl.min(tl.where(lane <= slots, score, 0), axis=0) < 0, evicted, 0)
+        g = tl.arange(0, triton.next_power_of_2(GROUPS))
+        steps = at(scratch, SHAPE.steps, tl.float32) + g[:, None] * (SHAPE.places + 1) + slot[None, :]
+        if (counts > 0) & (rows.number(own, rows.GROWS) == 0):  # a query that is padding draws nothing
+            score = drawn_by(steps, g < GROUPS, score, there & (score >= 0), attention_weights)
+        after = tl.where(slot == slots, enters, slot + ((slot >= enters) & (slot < evicted)).to(tl.int32))
+        tl.debug_barrier()  # all have loaded what others overwrite
+        tl.store(rows.tier_scores(state, own) + after, score.to(tl.int16), mask=there)
+        rows.update_tier(state, own, slots, enters, evicted, scratch + SHAPE.entering, KEY, VALUE, SHAPE)
+        rows.update_window(state, own, key, value, weight, weights, KEY, VALUE, SHAPE)
 
 
 @triton.jit
