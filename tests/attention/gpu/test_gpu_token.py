@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from dofla.attention import Call, HeadSizes, Moments
 from dofla.attention.gpu.backend import Triton
-from dofla.attention.gpu.operators import decode, decoders_of
+from dofla.attention.gpu.operators import decoders_of
 from dofla.attention.naive_cache import NaiveCache
 
 pytestmark = needs_device
