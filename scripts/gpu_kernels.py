@@ -85,7 +85,7 @@ def calls(length: int, dim: int, groups: int, tokens: int) -> list[Callable[[], 
         newest = tokens // 4
         heads = CompressedHeads([HeadSizes(31, 2, newest, n - newest) for n in (tokens, tokens // 2)], dim, dim, 3.0)
         heads.reset_parameters()
-        states, decoder = heads.layout.empty(1, a.device).rows, Decoder(heads, [0, 1])
+        states, decoder = heads.layout.empty(1, a.device).rows, Decoder(heads, heads.layout, [0, 1])
         query, new = torch.zeros(1, 2 * groups, 1, dim), torch.zeros(1, 2, 1, dim)
         out, pages = torch.zeros_like(query), torch.tensor([0])
         call = Call(query, new, new, 1.0)

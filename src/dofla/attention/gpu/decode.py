@@ -58,16 +58,23 @@ def starts_of(n, widths, CODER: tl.constexpr):
 
 
 @triton.jit
-def values_of(codes, scales, n, before, bits, tables, is_token, CODER: tl.constexpr):
-    """The numbers ``n`` of vectors [T, N], float32, of the codes and scales at ``codes`` and ``scales`` [T]; whole
-    blocks. ``before`` and ``bits`` are of :func:`starts_of`."""
+def integers_of(codes, scales, n, before, bits, tables, is_token, CODER: tl.constexpr):
+    """The numbers ``n`` of vectors, whole blocks, of the codes and scales at ``codes`` and ``scales`` [T]: integers
+    [T, N], float32, and the units of their blocks [T, blocks]. ``before`` and ``bits`` are of :func:`starts_of`."""
     BLOCK: tl.constexpr = CODER.block
-    TOKENS: tl.constexpr = codes.shape[0]
-    NUMBERS: tl.constexpr = n.shape[0]
-    BLOCKS: tl.constexpr = NUMBERS // BLOCK
+    BLOCKS: tl.constexpr = n.shape[0] // BLOCK
     here = is_token[:, None] & (n < CODER.dim)[None, :]
-    values = levels_of(codes[:, None] + before[None, :], n % BLOCK, bits, tables, here, BLOCK)
+    integers = levels_of(codes[:, None] + before[None, :], n % BLOCK, bits, tables, here, BLOCK)
     block = tl.min(n, axis=0) // BLOCK + tl.arange(0, BLOCKS)
     here = is_token[:, None] & (block < CODER.blocks)[None, :]
-    units = units_of(scales[:, None] + block[None, :], tables, here)  # each once, not for every number
-    return tl.reshape(tl.reshape(values, [TOKENS, BLOCKS, BLOCK]) * units[:, :, None], [TOKENS, NUMBERS])
+    return integers, units_of(scales[:, None] + block[None, :], tables, here)
+
+
+@triton.jit
+def values_of(codes, scales, n, before, bits, tables, is_token, CODER: tl.constexpr):
+    """The same as numbers [T, N], float32."""
+    TOKENS: tl.constexpr = codes.shape[0]
+    NUMBERS: tl.constexpr = n.shape[0]
+    BLOCKS: tl.constexpr = NUMBERS // CODER.block
+    integers, units = integers_of(codes, scales, n, before, bits, tables, is_token, CODER)
+    return tl.reshape(tl.reshape(integers, [TOKENS, BLOCKS, CODER.block]) * units[:, :, None], [TOKENS, NUMBERS])

@@ -91,10 +91,9 @@ def score_on_entry(weights, SHAPE: tl.constexpr):
 
 
 @triton.jit
-def scores_of(state, own, slots, on_entry, t):
-    """Scores of the tokens at ``t`` of a tier, the one that enters behind them included."""
-    score = tl.load(tier_scores(state, own) + t, mask=t < slots, other=_FREE).to(tl.int32)
-    return tl.where(t == slots, on_entry, score)
+def scores_of(state, own, t, here):
+    """Scores of the tokens at ``t`` of a tier; 0 where there is none."""
+    return tl.load(tier_scores(state, own) + t, mask=here, other=0).to(tl.int32)
 
 
 @triton.jit

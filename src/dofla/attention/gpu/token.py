@@ -1,7 +1,9 @@
-"""A decoded token of compressed caches, as two Triton kernels: in plain torch it is some four hundred small operations.
+"""A decoded token of compressed caches, as three Triton kernels: in plain torch it is some four hundred small
+operations.
 
-The first kernel encodes what leaves the window and rotates queries (token_encode.py). The second attends and updates
-the states in place (token_attend.py). Heads with one local window are done at once. Nothing waits for the GPU.
+The first kernel encodes what leaves the window, rotates queries and finds which token is evicted (token_encode.py). The
+second attends (token_attend.py), the last updates the states in place (token_update.py). Heads with one local window
+are done at once. Nothing waits for the GPU.
 """
 
 from collections.abc import Sequence
@@ -17,21 +19,24 @@ from dofla.attention.coding.heavy_hitters import weight_steps
 from dofla.attention.gpu import block_count, block_size
 from dofla.attention.gpu.codes import Coding, JointCoder, tables_on
 from dofla.attention.gpu.encode import WAYS
-from dofla.attention.gpu.token_attend import attend_and_update
+from dofla.attention.gpu.token_attend import SUMMANDS, attend
 from dofla.attention.gpu.token_encode import encode_and_rotate
+from dofla.attention.gpu.token_update import update
 from dofla.attention.heads import on_device
 from dofla.attention.layout import Group, Layout
 from dofla.attention.rows import Rows
 
 TILE = 32
 """Tokens that a program attends to at once."""
-PARTS = 8
+PARTS = 64
 """Programs at most that share the tier of a head between them."""
 PROGRAMS = 2048
 """Programs that keep a GPU busy: with more heads than that, fewer share one."""
 ROWS = 64
-"""Queries of a program at most."""
-MOVED = 8192
+"""Rows of a product at most."""
+SCORES = 256
+"""Scores that a program compares at once."""
+MOVED = 4096
 """Bytes at most that a program moves at once: what fits into its registers."""
 
 
@@ -41,18 +46,21 @@ class Shape(NamedTuple):
     groups: int  # query heads of a KV head
     window: int  # tokens
     sinks: int  # tokens
-    places: int  # slots of the largest tier
+    places: int  # slots of the largest tier that evicts
     lanes: int  # the power of two that holds them and one more
     newest: int  # tokens of a tier that cannot go
-    rows: int  # queries of a program at once
+    rows: int  # queries of a program that attends
+    joined: int  # queries whose sums are joined at once
     tile: int  # tokens of a program at once
+    scores: int  # compared at once
     moved: int  # tokens of the window that it moves at once
     moved_up: int  # ... of a tier
-    scratch: int  # bytes of a head between the two kernels, and then where its parts begin
-    arrived: int  # how many programs are done, int32
+    scratch: int  # bytes of a head between the kernels, and then where its parts begin
+    evicted: int  # the slot that a token leaves, and the one that another enters, int32
     weights: int  # of window and sinks, as they were
     entering: int  # codes and scales of the token that enters
     queries: int  # rotated [groups, d + 1], as integers [groups, d], and their units [groups, blocks]
+    asked: int  # their integers, and two summands of each, float16 [3, groups, d]
     steps: int  # of the logarithms of weights [groups, places + 1]
     sums: int  # of each part's softmax: the largest scores [parts, groups], masses, and values [parts, groups, dv]
     paths: int  # of the search for codes
@@ -76,8 +84,10 @@ class Decoder:
         self.descriptions = tuple(
             tuple(numbers) for head, numbers in zip(layout.order, layout.head_numbers(), strict=True) if head in own
         )
-        self.places = max(layout.groups[n].slots for n in groups)
-        self.parts = min(PARTS, block_count(self.places + 1, TILE))
+        slots = [(layout.groups[n].slots, layout.groups[n].grows) for n in groups]
+        self.places = max((n for n, grows in slots if not grows), default=0)
+        self.most = max(n for n, _ in slots)
+        self.parts = min(PARTS, block_count(self.most + 1, TILE))
         self._known: dict[int, tuple[Coding, Coding, Shape]] = {}
 
     def coders(self) -> tuple[JointCoder, JointCoder]:
@@ -105,28 +115,38 @@ class Decoder:
         scratch = torch.empty(batch * heads * shape.scratch, dtype=torch.uint8, device=device)
         known = {"KEY": of_keys, "VALUE": of_values, "SHAPE": shape, "enable_fp_fusion": False}
         with torch.cuda.device_of(query):  # Triton launches on the current device
-            encode_and_rotate[(batch * heads, 2 * of_keys.blocks + of_values.blocks)](
+            encode_and_rotate[(batch * heads, 2 * of_keys.blocks + of_values.blocks + 1)](
                 *(query, states, pages, *constants, scratch, *query.stride()[:2], states.stride(0), heads),
                 **known,
                 num_warps=1,
             )
             parts = max(1, min(self.parts, PROGRAMS // (batch * heads)))
-            attend_and_update[(batch * heads, parts + 1, block_count(groups, shape.rows))](
-                *(query, key, value, call.log_weight, states, pages, *constants, weights, scratch, out),
-                *(*query.stride()[:2], *key.stride()[:2], *value.stride()[:2], out.stride(0), states.stride(0)),
-                *(heads, call.scaling, per_step),
+            strides = *key.stride()[:2], *value.stride()[:2]
+            attend[(batch * heads, parts + 1, block_count(groups, shape.rows))](
+                *(query, key, value, call.log_weight, states, pages, *constants, scratch),
+                *(*query.stride()[:2], *strides, states.stride(0), heads, call.scaling, per_step),
                 **known,
-                num_warps=8,  # with fewer, its numbers do not fit into registers
+                num_warps=max(1, of_values.padded // 16),
+                maxnreg=128,  # so that four programs are on a multiprocessor, rather than two
+                num_stages=1,
+            )
+            descriptions, _, of_value_coder, _ = constants
+            update[(batch * heads,)](
+                *(key, value, call.log_weight, states, pages, descriptions, of_value_coder, weights, scratch, out),
+                *(*strides, out.stride(0), states.stride(0), heads, parts + 1),
+                **known,
+                num_warps=4,
             )
 
     def _shape(self, groups: int, key: Coding, value: Coding) -> Shape:
         per_token = key.size + key.blocks + value.size + value.blocks
         scratch = Rows(
             [
-                ((1,), torch.int32),
+                ((2,), torch.int32),
                 ((self.window + self.sinks,), torch.float32),
                 ((per_token,), torch.uint8),
                 ((groups, 2 * key.dim + 1 + key.blocks), torch.float32),
+                ((3, groups, key.dim), torch.float16),
                 ((groups, self.places + 1), torch.float32),
                 ((self.parts + 1, groups, value.dim + 2), torch.float32),
                 ((key.dim + value.dim, WAYS.value), torch.uint8),
@@ -135,5 +155,7 @@ class Decoder:
         lanes = triton.next_power_of_2(self.places + 1)
         window, tier = map(triton.next_power_of_2, (key.dim + value.dim + 2, per_token))
         sizes = groups, self.window, self.sinks, self.places, lanes, self.newest
-        tiles = block_size(groups, ROWS), TILE, max(1, MOVED // window), max(1, min(lanes, MOVED // 2 // tier))
-        return Shape(*sizes, *tiles, scratch.bytes, *scratch.starts)
+        queries = min(max(triton.next_power_of_2(groups), 16 // SUMMANDS.value), ROWS // SUMMANDS.value)
+        tiles = queries, block_size(groups, ROWS), TILE, min(SCORES, triton.next_power_of_2(self.most))
+        moved = max(1, MOVED // window), max(1, min(lanes, MOVED // 2 // tier))
+        return Shape(*sizes, *tiles, *moved, scratch.bytes, *scratch.starts)
