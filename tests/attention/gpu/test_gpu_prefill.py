@@ -19,7 +19,7 @@ def inputs_of(length: int, dim: int) -> tuple[torch.Tensor, ...]:
     """Queries, keys, which tokens are real, scores in float64 [B, Hkv, G, L, P] and how far they may be off by products
     of ten bits (TF32): by 2^-10 of the sum of their terms."""
     generator = torch.Generator().manual_seed(0)
-    query = torch.randn(2, HEADS * GROUPS, length, dim, generator=generator)
+    query = torch.randn(2, length, HEADS * GROUPS, dim, generator=generator).transpose(1, 2)  # as models have them
     key = torch.randn(2, HEADS, HELD + length, dim, generator=generator)
     real = torch.rand(2, HEADS, HELD + length, generator=generator) > 0.2
     real[..., HELD:] = True
@@ -56,7 +56,7 @@ def test_log_normalizers_are_those_of_plain_torch(nearest):
     real[:, :, :8] = False
     hidden = (distance_of(90) < nearest) | ~real[:, :, None, None]
     right = scores.masked_fill(hidden, -torch.inf).logsumexp(-1).flatten(1, 2)
-    found = normalizers(*(x.to(DEVICE) for x in (query, key, real)), nearest, SCALING).cpu()
+    found = normalizers(*(x.to(DEVICE) for x in (query, key, real)), nearest, SCALING, HELD).cpu()
     sees = right > -torch.inf
     assert torch.equal(sees, found > -torch.inf)
     assert (found[sees] - right[sees]).abs().max() <= error

@@ -1,6 +1,7 @@
 """The backend of Triton kernels, for GPUs. The modules of kernels need triton and are imported at the first call."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -99,5 +100,6 @@ class Triton(Backend):
             return super().exact_causal(query, line, window, sinks, scaling)
         from dofla.attention.gpu.drawn import drawn, flash_attention
 
+        line = replace(line, key=line.key.to(query.dtype), value=line.value.to(query.dtype))
         out, normalizer = flash_attention(query, line, scaling)
         return out, drawn(query, line, normalizer, window, sinks, scaling)

@@ -2,7 +2,7 @@
 Triton kernels, which are further passes over queries and keys that reuse log-normalizers and store no weights."""
 
 import math
-from collections.abc import Callable
+from typing import Any
 
 import torch
 import triton
@@ -14,17 +14,20 @@ from dofla.attention.drawn import ELEMENTS, LATELY, NEIGHBORS, Drawn, Line, firs
 from dofla.attention.exact import merge
 
 KEYS, QUERIES = tl.constexpr(64), tl.constexpr(64)
-"""Numbers of keys and queries in a block."""
+"""Numbers of keys and queries in a block: small enough that an SM holds four, whose products and powers overlap."""
 _NONE = tl.constexpr(-1e30)
 """Score of a token that does not count."""
+_LOG2E = tl.constexpr(math.log2(math.e))
+"""Exponentials are powers of two, which a GPU has an instruction for."""
+_VARYING = ("length", "tokens", "nearest", "hidden")
+"""Numbers that kernels are compiled once for, whatever they are divisible by."""
 
 
 def flash_attention(query: Tensor, line: Line, scaling: float) -> tuple[Tensor, Tensor]:
-    """Attention of queries [B, H, L, d], those of the last L tokens of a line, all of which are real: output
-    [B, H, L, dv] and log-normalizer [B, H, L]."""
-    groups, before = query.shape[1] // line.key.shape[1], len(line) - query.shape[2]
-    key, value = (x.to(query.dtype) for x in (line.key, line.value))
-    new = (x[:, :, before:].repeat_interleave(groups, 1) for x in (key, value))
+    """Attention of queries [B, H, L, d], those of the last L tokens of a line of their dtype, all of which are real:
+    output [B, H, L, dv] and log-normalizer [B, H, L]."""
+    key, value, before = line.key, line.value, len(line) - query.shape[2]
+    groups, new = query.shape[1] // key.shape[1], (x[:, :, before:] for x in (key, value))
     if query.is_cuda:
         out, normalizer, *_ = torch.ops.aten._scaled_dot_product_flash_attention(query, *new, 0.0, True, scale=scaling)
     else:
@@ -45,94 +48,196 @@ def flash_attention(query: Tensor, line: Line, scaling: float) -> tuple[Tensor, 
 
 def drawn(query: Tensor, line: Line, normalizer: Tensor, window: int, sinks: int, scaling: float) -> Drawn:
     """Attention that a line's tokens drew from queries [B, H, L, d] with log-normalizers [B, H, L] over all tokens."""
-    key = line.key.to(query.dtype)
-    total = squares(query, key, line.real, normalizer, NEIGHBORS, scaling)
+    key, (batch, heads, length, _) = line.key, query.shape
     last, far = query[:, :, -LATELY:], line.real & ~first_tokens(line.real, sinks)
-    return Drawn(total, squares(last, key, far, normalizers(last, key, far, window, scaling), window, scaling, DECAY))
+    out = normalizer.new_empty(2, batch, heads, len(line))
+    squares(query, key, line.real, normalizer, NEIGHBORS, scaling, out[0])
+    hidden = len(line) - length + sinks  # new tokens are all real, and the first few of them are sinks
+    lately = normalizers(last, key, far, window, scaling, hidden)
+    squares(last, key, far, lately, window, scaling, out[1], DECAY)
+    return Drawn(*out.unflatten(2, (key.shape[1], -1)).sum(3))
 
 
 def squares(
-    query: Tensor, key: Tensor, seen: Tensor, normalizer: Tensor, nearest: int, scaling: float, decay: float = math.inf
-) -> Tensor:
-    """The sum over queries [B, H, L, d], those of the last L of P tokens, of the squares of their weights [B, Hkv, P],
-    float32. Tokens count that are ``seen`` [B, Hkv, P], and at least ``nearest`` behind a query; normalizers are
-    [B, H, L]. Each query counts less than the next by one part in ``decay``."""
-    grid = triton.cdiv(key.shape[2], KEYS.value), key.shape[0] * key.shape[1]
-    out = torch.empty(key.shape[:3], dtype=torch.float32, device=query.device)
-    _launch(_squares[grid], (query, key, seen, normalizer, out), nearest, scaling, math.log1p(-1 / decay))
-    return out
+    query: Tensor,
+    key: Tensor,
+    seen: Tensor,
+    normalizer: Tensor,
+    nearest: int,
+    scaling: float,
+    out: Tensor,
+    decay: float = math.inf,
+) -> None:
+    """Sums over the queries [B, H, L, d] of each head, those of the last L of P tokens, of the squares of the tokens'
+    weights, into ``out`` [B, H, P], float32. Tokens count that are ``seen`` [B, Hkv, P], and at least ``nearest``
+    behind a query; normalizers are [B, H, L]. Each query counts less than the next by one part in ``decay``."""
+    rate = math.log1p(-1 / decay) * _LOG2E.value
+    _launch(_squares, key.shape[2], KEYS.value, (query, key, seen), (normalizer, out), nearest, scaling, rate)
 
 
-def normalizers(query: Tensor, key: Tensor, seen: Tensor, nearest: int, scaling: float) -> Tensor:
-    """Log-normalizers [B, H, L], float32, over the tokens that count as for :func:`squares`; -inf without any."""
-    grid = triton.cdiv(query.shape[2], QUERIES.value), query.shape[0] * query.shape[1]
+def normalizers(query: Tensor, key: Tensor, seen: Tensor, nearest: int, scaling: float, hidden: int) -> Tensor:
+    """Log-normalizers [B, H, L], float32, over the tokens that count as for :func:`squares`; -inf without any. Behind
+    the first ``hidden`` tokens all are seen."""
     out = torch.empty(query.shape[:3], dtype=torch.float32, device=query.device)
-    _launch(_normalizers[grid], (query, key, seen, out), nearest, scaling)
+    _launch(_normalizers, query.shape[2], QUERIES.value, (query, key, seen), (out,), nearest, scaling, hidden)
     return out
 
 
-def _launch(kernel: Callable[..., object], tensors: tuple[Tensor, ...], *numbers: float) -> None:
-    query, key = tensors[:2]
-    sizes = query.shape[1] // key.shape[1], query.shape[2], key.shape[2], key.shape[3]
+def _launch(
+    kernel: Any, rows: int, block: int, strided: tuple[Tensor, ...], others: tuple[Tensor, ...], *numbers: float
+) -> None:
+    """One program per block of rows and query head, of which those with many tokens to walk through come first."""
+    query, key, _ = strided
+    strides = [n for x in strided for n in x.stride()[:3]]
+    sizes = query.shape[1], query.shape[1] // key.shape[1], query.shape[2], key.shape[2]
+    dims = key.shape[3], max(16, triton.next_power_of_2(key.shape[3]))
     with torch.cuda.device_of(query):  # Triton launches on the current device
-        kernel(*(x.contiguous() for x in tensors), *sizes, *numbers, DIM=max(16, triton.next_power_of_2(key.shape[3])))
+        kernel[(query.shape[0] * query.shape[1], triton.cdiv(rows, block))](
+            *(*strided, *(x.contiguous() for x in others), *strides, *sizes, *numbers, *dims), enable_fp_fusion=True
+        )
 
 
 @triton.jit
-def _squares(query, key, seen, normalizer, out, groups, length, tokens, dim, nearest, scaling, rate, DIM: tl.constexpr):
-    """One program per block of keys of a KV head, which walks through the queries that count for them."""
-    block, unit = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    d, own, row = tl.arange(0, DIM), block * KEYS + tl.arange(0, KEYS), tl.arange(0, QUERIES)
-    there = own < tokens
-    keys = tl.load(
-        key + (unit * tokens + own)[None, :] * dim + d[:, None], mask=there[None, :] & (d[:, None] < dim), other=0.0
-    )
-    counts = tl.load(seen + unit * tokens + own, mask=there, other=0) != 0
-    first = tl.maximum(block * KEYS + nearest - (tokens - length), 0) // QUERIES * QUERIES
-    total = tl.zeros([KEYS], dtype=tl.float32)
-    for group in range(groups):
-        head = unit * groups + group
-        rows, levels = query + head * length * dim, normalizer + head * length
-        for start in range(first, length, QUERIES):
-            place = start + row
-            asks = place < length
-            asked = tl.load(
-                rows + place[:, None] * dim + d[None, :], mask=asks[:, None] & (d[None, :] < dim), other=0.0
-            )
-            level = tl.load(levels + place, mask=asks, other=0.0)
-            scores = tl.dot(asked, keys) * scaling - level[:, None]
-            far = place[:, None] + (tokens - length) - own[None, :] >= nearest
-            weight = tl.where(far & asks[:, None] & counts[None, :], tl.exp(scores), 0.0)
-            fade = tl.exp(rate * (length - 1 - place).to(tl.float32))
-            total += tl.sum(weight * weight * fade[:, None], axis=0)
-    tl.store(out + unit * tokens + own, total, mask=there)
+def _rows(x, unit, heads, groups, of_batch, of_head):
+    """Where the rows of a query head begin, or those of its KV head."""
+    return x + (unit // heads).to(tl.int64) * of_batch + (unit % heads // groups).to(tl.int64) * of_head
+
+
+@triton.jit(do_not_specialize=_VARYING)
+def _squares(
+    query,
+    key,
+    seen,  # [B, Hkv, P]
+    normalizer,
+    out,
+    query_batch,  # strides of queries, keys and seen
+    query_head,
+    query_token,
+    key_batch,
+    key_head,
+    key_token,
+    seen_batch,
+    seen_head,
+    seen_token,
+    heads,
+    groups,
+    length,
+    tokens,
+    nearest,
+    scaling,
+    rate,
+    dim: tl.constexpr,
+    DIM: tl.constexpr,
+):
+    """One program per block of keys and query head, which walks through the queries that count for them."""
+    unit, begin = tl.program_id(0), tl.program_id(1) * KEYS
+    d, own = tl.arange(0, DIM), begin + tl.arange(0, KEYS)
+    there, before = own < tokens, tokens - length
+    queries = _rows(query, unit, heads, 1, query_batch, query_head)
+    keys = _rows(key, unit, heads, groups, key_batch, key_head) + own[None, :] * key_token + d[:, None]
+    keys = tl.load(keys, mask=there[None, :] & (d < dim)[:, None], other=0.0)
+    counts = _rows(seen, unit, heads, groups, seen_batch, seen_head) + own * seen_token
+    counts = tl.load(counts, mask=there, other=0) != 0
+    normalizer += unit.to(tl.int64) * length
+    # Queries close to the keys do not count for all of them, those from the end of their block on do.
+    first = tl.maximum(begin + nearest - before, 0) // QUERIES * QUERIES
+    close = tl.minimum(tl.cdiv(tl.maximum(begin + KEYS - 1 + nearest - before, 0), QUERIES) * QUERIES, length)
+    total = tl.zeros([QUERIES, KEYS], dtype=tl.float32)
+    for start in range(first, close, QUERIES):
+        place = start + tl.arange(0, QUERIES)
+        weights = _squared(queries, keys, normalizer, place, query_token, length, scaling, rate, dim, DIM)
+        total += tl.where(place[:, None] + (before - nearest) >= own[None, :], weights, 0.0)
+    for start in range(close, length, QUERIES):
+        place = start + tl.arange(0, QUERIES)
+        total += _squared(queries, keys, normalizer, place, query_token, length, scaling, rate, dim, DIM)
+    # A token that does not count may have weights beyond any number.
+    tl.store(out + unit.to(tl.int64) * tokens + own, tl.where(counts, tl.sum(total, axis=0), 0.0), mask=there)
 
 
 @triton.jit
-def _normalizers(query, key, seen, out, groups, length, tokens, dim, nearest, scaling, DIM: tl.constexpr):
+def _squared(queries, keys, normalizer, place, stride, length, scaling, rate, dim: tl.constexpr, DIM: tl.constexpr):
+    """Squared weights [QUERIES, KEYS] of the queries at ``place``, fading; zero of those beyond the last."""
+    d, asks = tl.arange(0, DIM), place < length
+    asked = tl.load(queries + place[:, None] * stride + d[None, :], mask=asks[:, None] & (d < dim)[None, :], other=0.0)
+    level = tl.load(normalizer + place, mask=asks, other=float("inf")) * (2 * _LOG2E)
+    level -= rate * (length - 1 - place).to(tl.float32)
+    return tl.exp2(tl.dot(asked, keys) * (2 * _LOG2E * scaling) - level[:, None])
+
+
+@triton.jit(do_not_specialize=_VARYING)
+def _normalizers(
+    query,
+    key,
+    seen,  # [B, Hkv, P]
+    out,
+    query_batch,  # strides of queries, keys and seen
+    query_head,
+    query_token,
+    key_batch,
+    key_head,
+    key_token,
+    seen_batch,
+    seen_head,
+    seen_token,
+    heads,
+    groups,
+    length,
+    tokens,
+    nearest,
+    scaling,
+    hidden,
+    dim: tl.constexpr,
+    DIM: tl.constexpr,
+):
     """One program per block of queries of a head, which walks through the keys that they see."""
-    block, unit = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    kv_unit = unit // groups
-    d, place, column = tl.arange(0, DIM), block * QUERIES + tl.arange(0, QUERIES), tl.arange(0, KEYS)
-    asks = place < length
-    asked = tl.load(
-        query + (unit * length + place)[:, None] * dim + d[None, :], mask=asks[:, None] & (d[None, :] < dim), other=0.0
-    )
+    unit, begin = tl.program_id(0), tl.program_id(1) * QUERIES
+    d, place = tl.arange(0, DIM), begin + tl.arange(0, QUERIES)
+    asks, last = place < length, place + (tokens - length - nearest)  # tokens that queries see
+    asked = _rows(query, unit, heads, 1, query_batch, query_head) + place[:, None] * query_token + d[None, :]
+    asked = tl.load(asked, mask=asks[:, None] & (d < dim)[None, :], other=0.0)
+    keys = _rows(key, unit, heads, groups, key_batch, key_head)
+    counts = _rows(seen, unit, heads, groups, seen_batch, seen_head)
+    # Of the blocks behind the hidden tokens, those that the first query sees in full need no masks.
+    end = tl.maximum(tl.minimum(begin + QUERIES + (tokens - length - nearest), tokens), 0)
+    low = tl.minimum(tl.cdiv(hidden, KEYS) * KEYS, end)
+    high = tl.maximum((begin + 1 + (tokens - length - nearest)) // KEYS * KEYS, low)
     most = tl.full([QUERIES], _NONE, dtype=tl.float32)
     total = tl.zeros([QUERIES], dtype=tl.float32)
-    for start in range(0, tl.minimum(tokens - length + (block + 1) * QUERIES - nearest, tokens), KEYS):
-        own = start + column
-        there = own < tokens
-        keys = tl.load(
-            key + (kv_unit * tokens + own)[None, :] * dim + d[:, None],
-            mask=there[None, :] & (d[:, None] < dim),
-            other=0.0,
-        )
-        counts = tl.load(seen + kv_unit * tokens + own, mask=there, other=0) != 0
-        far = place[:, None] + (tokens - length) - own[None, :] >= nearest
-        scores = tl.where(far & counts[None, :], tl.dot(asked, keys) * scaling, _NONE)
-        higher = tl.maximum(most, tl.max(scores, axis=1))
-        weights = tl.where(scores > _NONE, tl.exp(scores - higher[:, None]), 0.0)
-        total = total * tl.exp(most - higher) + tl.sum(weights, axis=1)
-        most = higher
-    tl.store(out + unit * length + place, most + tl.log(total), mask=asks)
+    scale = scaling * _LOG2E
+    for start in range(0, low, KEYS):
+        scores = _scores(asked, keys, start, key_token, tokens, dim, DIM) * scale
+        scores = _hidden(scores, counts, start, seen_token, tokens, last)
+        most, total = _summed(most, total, scores, True)
+    for start in range(low, high, KEYS):
+        most, total = _summed(most, total, _scores(asked, keys, start, key_token, tokens, dim, DIM) * scale, False)
+    for start in range(high, end, KEYS):
+        scores = _scores(asked, keys, start, key_token, tokens, dim, DIM) * scale
+        scores = _hidden(scores, counts, start, seen_token, tokens, last)
+        most, total = _summed(most, total, scores, True)
+    tl.store(out + unit.to(tl.int64) * length + place, (most + tl.log2(total)) / _LOG2E, mask=asks)
+
+
+@triton.jit
+def _scores(asked, keys, start, stride, tokens, dim: tl.constexpr, DIM: tl.constexpr):
+    """Products [QUERIES, KEYS] with the keys from ``start`` on."""
+    d, own = tl.arange(0, DIM), start + tl.arange(0, KEYS)
+    there = (own < tokens)[None, :] & (d < dim)[:, None]
+    return tl.dot(asked, tl.load(keys + own[None, :] * stride + d[:, None], mask=there, other=0.0))
+
+
+@triton.jit
+def _hidden(scores, counts, start, stride, tokens, last):
+    """Scores but of tokens that do not count."""
+    own = start + tl.arange(0, KEYS)
+    seen = tl.load(counts + own * stride, mask=own < tokens, other=0) != 0
+    return tl.where(seen[None, :] & (own[None, :] <= last[:, None]), scores, _NONE)
+
+
+@triton.jit
+def _summed(most, total, scores, MASKED: tl.constexpr):
+    """The largest scores so far, and sums of powers of two measured from them."""
+    higher = tl.maximum(most, tl.max(scores, axis=1))
+    weights = tl.exp2(scores - higher[:, None])
+    if MASKED:
+        weights = tl.where(scores > _NONE, weights, 0.0)
+    return higher, total * tl.exp2(most - higher) + tl.sum(weights, axis=1)
