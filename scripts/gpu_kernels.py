@@ -80,7 +80,10 @@ def calls(length: int, dim: int, groups: int, tokens: int) -> list[Callable[[], 
     line = torch.zeros(1, 1, tokens + length, dim)
     codes, rotated = coder.encode(line), torch.zeros(1, groups, length, dim + 1)
     score = torch.zeros(1, 1, tokens + length, dtype=torch.int16)
-    coded, prompt = CodedTokens(*codes, *codes, score), Line(line.bfloat16(), line.bfloat16(), score == 0, padded=False)
+    coded, prompt = (
+        CodedTokens(*codes, *codes, score),
+        Line(line.bfloat16(), line.bfloat16(), score.long(), padded=False),
+    )
     if length == 1:  # all that a decoded token of a compressed cache takes
         newest = tokens // 4
         heads = CompressedHeads([HeadSizes(31, 2, newest, n - newest) for n in (tokens, tokens // 2)], dim, dim, 3.0)

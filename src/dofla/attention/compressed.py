@@ -72,32 +72,43 @@ class CompressedHeads(HeadGroup[CompressedState]):
         if not call.causal:
             raise DoflaError("a compressed cache got a call that is not causal: keep the layer softmax (keep_softmax)")
         backend = backend_for(call.vectors, () if call.log_weight is None else (call.log_weight,))
-        before = self._with_room(call, state)
         if call.exact and call.query.shape[-2] > 1:
-            return self._exact_prefill(call.smoothed(), before, state is None, backend)
+            return self._exact_prefill(call.smoothed(), state, backend)
+        before = self._with_room(call, state)
         return backend.read_compressed(self, call, before) or self._read(call.smoothed(), before, backend)
 
     def _exact_prefill(
-        self, call: Call, state: CompressedState, fresh: bool, backend: Backend
+        self, call: Call, state: CompressedState | None, backend: Backend
     ) -> tuple[Tensor, CompressedState]:
         """An exact call: heads with one local window at once."""
-        layout = self.layout_of(state.rows.shape[-1])
-        out, held = call.new_output(), layout.open(state)
+        if state is None:  # nothing is looked up in an empty one
+            layout, held = self._first_layout(call), None
+        else:
+            before = self._with_room(call, state)
+            layout = self.layout_of(before.rows.shape[-1])
+            held = layout.open(before)
+        out, after = call.new_output(), dict[int, Contents]()
         for window in dict.fromkeys(size[:2] for size in layout.sizes):
             groups = [n for n, size in enumerate(layout.sizes) if size[:2] == window]
             heads = [head for n in groups for head in layout.heads[n]]
-            own = [self.tiers[n] for n in groups], [held[n] for n in groups]
-            piece, after = exact_prefill(call.of_heads(heads), *own, fresh, backend)
-            write(piece, out, query_heads(heads, call.groups))
-            for n, contents in zip(groups, after, strict=True):
-                held[n] = contents
-        return out, layout.close(held)
+            own, past = call.of_heads(heads), None if held is None else [held[n] for n in groups]
+            tiers, sizes = [self.tiers[n] for n in groups], [layout.groups[n] for n in groups]
+            piece, contents = exact_prefill(own, tiers, sizes, past, backend)
+            after |= zip(groups, contents, strict=True)
+            if own is call:
+                out = piece
+            else:
+                write(piece, out, query_heads(heads, call.groups))
+        return out, layout.close([after[n] for n in sorted(after)])
+
+    def _first_layout(self, call: Call) -> Layout:
+        """The layout of the state that begins with a call."""
+        return self.layouts.with_room(call.query.shape[-2] if call.room is None else call.room)
 
     def _with_room(self, call: Call, state: CompressedState | None) -> CompressedState:
         """The state before the call, with room for its tokens."""
         if state is None:
-            tokens = call.query.shape[-2] if call.room is None else call.room
-            return self.layouts.with_room(tokens).empty(len(call.query), call.query.device)
+            return self._first_layout(call).empty(len(call.query), call.query.device)
         room = call.room if self.layouts.grow else None
         if room is None or self.layouts.with_room(room).bytes <= state.rows.shape[-1]:
             return state

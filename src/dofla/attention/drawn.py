@@ -22,11 +22,15 @@ class Line:
 
     key: Tensor  # [B, Hkv, P, d]
     value: Tensor  # [B, Hkv, P, dv]
-    real: Tensor  # [B, Hkv, P], False for free slots and padding
-    padded: bool  # True if any new token may be padding
+    rank: Tensor  # [B, Hkv, P], how many tokens stand before each; negative for free slots and padding
+    padded: bool  # True if any new token is padding
 
     def __len__(self) -> int:
         return self.key.shape[2]
+
+    @property
+    def vectors(self) -> tuple[Tensor, Tensor]:
+        return self.key, self.value
 
 
 @dataclass(frozen=True)
@@ -40,29 +44,23 @@ class Drawn:
 
 def exact_causal(query: Tensor, line: Line, window: int, sinks: int, scaling: float) -> tuple[Tensor, Drawn]:
     """Output [B, H, L, dv] of queries [B, H, L, d] of a line's last tokens, zeros for padding; and what tokens drew."""
-    key, value = accumulable(line.key), accumulable(line.value)
+    key, value, real = accumulable(line.key), accumulable(line.value), line.rank >= 0
     before, length = len(line) - query.shape[2], query.shape[2]
     out = value.new_empty(*query.shape[:3], value.shape[-1])
     total = value.new_zeros(*value.shape[:3], dtype=torch.float32)
     size = max(1, ELEMENTS // (len(query) * query.shape[1] * len(line)))
     for start in range(0, length, size):
         rows, end = slice(start, min(start + size, length)), before + min(start + size, length)
-        share, distance = _weights(query[:, :, rows], key[:, :, :end], line.real[:, :, :end], before + start, scaling)
+        share, distance = _weights(query[:, :, rows], key[:, :, :end], real[:, :, :end], before + start, scaling)
         piece = (share.flatten(2, 3) @ value[:, :, :end]).unflatten(2, share.shape[2:4])
         out[:, :, rows] = piece.flatten(1, 2)
         total[:, :, :end] += share.square_().masked_fill_(distance < NEIGHBORS, 0).sum((2, 3))
     if line.padded:
-        out = out * line.real[:, :1, before:, None]  # a query that is padding sees nothing
-    return out, Drawn(total, _lately(query[:, :, -LATELY:], key, line.real, window, sinks, scaling))
+        out = out * real[:, :1, before:, None]  # a query that is padding sees nothing
+    return out, Drawn(total, _lately(query[:, :, -LATELY:], key, line.rank >= sinks, window, scaling))
 
 
-def first_tokens(real: Tensor, count: int) -> Tensor:
-    """Which tokens of a line are among the first ``count`` real ones, as ``real`` [B, Hkv, P]."""
-    return real & (real.cumsum(-1) <= count)
-
-
-def _lately(query: Tensor, key: Tensor, real: Tensor, window: int, sinks: int, scaling: float) -> Tensor:
-    far = real & ~first_tokens(real, sinks)
+def _lately(query: Tensor, key: Tensor, far: Tensor, window: int, scaling: float) -> Tensor:
     share, distance = _weights(query, key, far, key.shape[2] - query.shape[2], scaling, window)
     hidden = (distance < window) | ~far[:, :, None, None]  # of a query that sees none of them all weights are alike
     decay = (1 - 1 / DECAY) ** torch.arange(query.shape[2] - 1, -1, -1, dtype=torch.float32, device=query.device)

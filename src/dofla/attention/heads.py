@@ -38,3 +38,13 @@ def _run(heads: Sequence[int]) -> slice | None:
 def on_device(numbers: tuple[Any, ...], device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
     """Whole numbers as a tensor. Once, for the CPU waits for a GPU while it copies something there."""
     return torch.tensor(numbers, dtype=dtype, device=device)
+
+
+def places(count: int, device: torch.device) -> Tensor:
+    """The numbers from 0 on [count], int64: a view of some that are made once."""
+    return _places(1 << (count - 1).bit_length(), device)[:count]
+
+
+@lru_cache
+def _places(count: int, device: torch.device) -> Tensor:
+    return torch.arange(count, device=device)

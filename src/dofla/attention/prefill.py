@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import accumulate, pairwise
 
 import torch
@@ -28,8 +29,8 @@ from dofla.attention.coding.tokens import gather_tokens
 from dofla.attention.constants import DECAY, FREE, GAIN, LOG_ZERO, MOST_SCORE
 from dofla.attention.drawn import NEIGHBORS, Drawn, Line
 from dofla.attention.eight_bits import PackedTokens
-from dofla.attention.heads import on_device
-from dofla.attention.layout import Contents
+from dofla.attention.heads import on_device, places
+from dofla.attention.layout import Contents, Group
 from dofla.attention.state import TokenBuffer, accumulable, masked
 
 MOST_TOKENS = 8192
@@ -42,29 +43,27 @@ weights are larger among the tokens of the tier alone (benchmarks/quality/prefil
 
 
 def exact_prefill(
-    call: Call, tiers: Sequence[Tier], held: Sequence[Contents], fresh: bool, backend: Backend
+    call: Call, tiers: Sequence[Tier], groups: Sequence[Group], held: Sequence[Contents] | None, backend: Backend
 ) -> tuple[Tensor, list[Contents]]:
     """Exact causal attention of a call of KV heads whose caches have one window and one number of sinks.
 
-    The tiers and what the caches hold are those of each group of heads, in their order; ``fresh`` caches hold nothing
-    yet. Returns output [B, H, L, dv] in the dtype of the values, and what the caches hold after.
+    The tiers and what the caches hold are those of each group of heads, in their order; None: nothing yet. Returns
+    output [B, H, L, dv] in the dtype of the values, and what the caches hold after.
     """
-    (query, key, value), outs = call.vectors, []
-    window, sinks = len(held[0].window), len(held[0].sinks)
-    past = None if fresh else _Held.of(tiers, held, backend)
-    importance = call.importance if fresh else None
+    (query, key, value), outs, contents = call.vectors, [], list(held or ())
+    importance = None if held else call.importance
     most = MOST_TOKENS if importance is None else query.shape[2]
     for start in range(0, query.shape[2], most):
         part = slice(start, start + most)
         log_weight = None if call.log_weight is None else call.log_weight[:, part]
-        new = masked(key[:, :, part], value[:, :, part], log_weight)
-        line = _line(past, new, padded=log_weight is not None and not bool((log_weight == 0).all()))
-        out, drawn = backend.exact_causal(query[:, :, part], line, window, sinks, call.scaling)
+        padded = log_weight is not None and not bool((log_weight == 0).all())
+        new = masked(key[:, :, part], value[:, :, part], log_weight if padded else None)
+        past = _Held.of(tiers, contents, backend) if contents else None
+        line = _line(past, new, padded)
+        out, drawn = backend.exact_causal(query[:, :, part], line, groups[0].window, groups[0].sinks, call.scaling)
         outs.append(out.to(value.dtype))
-        held = _retained(tiers, held, past, line, new, drawn, importance, backend)
-        if part.stop < query.shape[2]:
-            past = _Held.of(tiers, held, backend)
-    return outs[0] if len(outs) == 1 else torch.cat(outs, 2), list(held)
+        contents = _retained(tiers, groups, past, line, new, drawn, importance, backend)
+    return outs[0] if len(outs) == 1 else torch.cat(outs, 2), contents
 
 
 @dataclass(frozen=True)
@@ -99,20 +98,23 @@ class _Held:
         return torch.cat([sinks, self.score != FREE, window], 2)
 
 
-def _line(held: _Held | None, new: TokenBuffer, *, padded: bool) -> Line:
-    real = (new.log_weight > LOG_ZERO).unsqueeze(1).expand(-1, new.key.shape[1], -1)
-    if held is None:
-        return Line(new.key, new.value, real, padded)
-    dtype = accumulable(new.key).dtype
-    sinks, window = (x.unpacked(dtype) for x in (held.sinks, held.window))
-    parts = [(x.key, x.value) for x in (sinks, held, window, new)]
-    key, value = (torch.cat([x.to(dtype) for x in side], 2) for side in zip(*parts, strict=True))
-    return Line(key, value, torch.cat([held.real, real], 2), padded)
+def _line(held: _Held | None, new: TokenBuffer, padded: bool) -> Line:
+    if held is None and not padded:
+        return Line(new.key, new.value, places(len(new), new.key.device).expand(new.key.shape[:3]), padded)
+    real = (new.log_weight > LOG_ZERO).unsqueeze(1).expand(new.key.shape[:3])
+    key, value = new.key, new.value
+    if held is not None:
+        dtype = accumulable(key).dtype
+        sinks, window = (x.unpacked(dtype) for x in (held.sinks, held.window))
+        parts = [(x.key, x.value) for x in (sinks, held, window, new)]
+        key, value = (torch.cat([x.to(dtype) for x in side], 2) for side in zip(*parts, strict=True))
+        real = torch.cat([held.real, real], 2)
+    return Line(key, value, (real.cumsum(2) - 1).masked_fill(~real, -1), padded)
 
 
 def _retained(
     tiers: Sequence[Tier],
-    before: Sequence[Contents],
+    groups: Sequence[Group],
     past: _Held | None,
     line: Line,
     new: TokenBuffer,
@@ -122,26 +124,33 @@ def _retained(
 ) -> list[Contents]:
     """The contents after the call: the first tokens as attention sinks, the last in the window, and in the tier,
     besides the newest that leave the window, those with the highest scores."""
-    window_size, count = len(before[0].window), len(before[0].sinks)
-    age = line.real.flip(2).cumsum(2).flip(2) - 1
-    rank = line.real.cumsum(2) - 1
-    left = line.real & (age >= window_size)
-    slots = torch.arange(count, device=rank.device)
-    arrives = left.unsqueeze(2) & (rank.unsqueeze(2) == slots.unsqueeze(-1))  # [B, Hkv, s, P]
-    filled, at = arrives.max(-1)
-    key, value = (gather_tokens(x, at).masked_fill(~filled.unsqueeze(-1), 0) for x in (line.key, line.value))
-    log_weight = torch.zeros_like(filled[:, 0], dtype=torch.float32).masked_fill(~filled[:, 0], LOG_ZERO)
-    sinks = PackedTokens.of(TokenBuffer(key, value, log_weight), backend.pack)
-    window = PackedTokens.of(new[-window_size:], backend.pack)
-    if len(new) < window_size:
-        window = PackedTokens.of_all([own.window for own in before]).shifted(window)
-    behind = torch.where(left & (rank >= count), age - window_size, -1)
-    room = [len(own.tier) for own in before]
-    coded = _select(tiers, room, past, line, drawn, importance, behind, len(new), backend)
+    window_size, count = groups[0].window, groups[0].sinks
+    behind = line.rank[:, :, -1:] - window_size - line.rank  # the last token is no padding, if any is not
+    if past is None and not line.padded:
+        first = new[: min(count, max(0, len(new) - window_size))]
+        first = first if len(first) == count else first.then(TokenBuffer.empty(*line.vectors, count - len(first)))
+    else:
+        first = _first(line, behind >= 0, count)
+    last = new[-window_size:]
+    if past is None and len(new) < window_size:
+        last = TokenBuffer.empty(*line.vectors, window_size - len(new)).then(last)
+    sinks, window = (PackedTokens.of(tokens, backend.pack) for tokens in (first, last))
+    if len(window) < window_size and past is not None:
+        window = past.window.shifted(window)
+    behind = behind.masked_fill(line.rank < count, -1)
+    coded = _select(tiers, [own.slots for own in groups], past, line, drawn, importance, behind, len(new), backend)
     return [
         Contents(window.of_heads(own), sinks.of_heads(own), tokens)
         for tokens, own in zip(coded, _spans(tiers), strict=True)
     ]
+
+
+def _first(line: Line, left: Tensor, count: int) -> TokenBuffer:
+    """The first tokens of a line, as far as they have ``left`` the window [B, Hkv, P], and free places behind them."""
+    at = places(count, left.device).unsqueeze(-1)
+    filled, index = ((line.rank.unsqueeze(2) == at) & left.unsqueeze(2)).max(-1)  # [B, Hkv, s]
+    key, value = (gather_tokens(x, index).masked_fill(~filled.unsqueeze(-1), 0) for x in line.vectors)
+    return TokenBuffer(key, value, torch.where(filled[:, 0], 0.0, LOG_ZERO))
 
 
 def _spans(tiers: Sequence[Tier]) -> list[slice]:
@@ -162,31 +171,33 @@ def _select(
 ) -> list[CodedTokens]:
     """Tokens of each group's tier, of so many ``slots``, after the call, of which ``new`` are the call's. ``behind``
     [B, Hkv, P] is how many tokens left the window after each that did, and negative of those that did not."""
-    device, left, sizes = behind.device, behind >= 0, zip(tiers, slots, strict=True)
-    per_head = [(tier.newest, room, tier.grows) for tier, room in sizes for _ in range(tier.key.heads)]
-    newest, room, grows = (on_device(own, device).unsqueeze(-1) for own in zip(*per_head, strict=True))
-    position = torch.arange(len(line), device=device)
-    queries = (len(line) - NEIGHBORS - position).clamp(1, new)
-    score, later = drawn.total + drawn.lately + _LATER * position, GAIN * _REMEMBERED * drawn.total / queries
+    device, most, tokens = behind.device, max(slots), len(line)
+    sizes = [tier.key.heads for tier in tiers]
+    newest = _of_heads([tier.newest for tier in tiers], sizes, device)
+    recency, queries = _by_position(tokens, new, device)
+    score, later = drawn.total + drawn.lately + recency, drawn.total / queries
     if importance is not None:
         score, later = score + importance, later + GAIN * importance
     if past is not None:
         before = slice(len(past.sinks), len(past.sinks) + past.score.shape[2])
         score[:, :, before] += past.score.clamp_min(0) / GAIN
         later[:, :, before] += past.score.clamp_min(0) * (1 - 1 / DECAY) ** new
-    score = score.masked_fill(left & (behind < newest), torch.inf).masked_fill(~left, -1.0)
-    best = score.topk(min(max(slots), len(line)), -1)
-    fits = (best.values >= 0) & (torch.arange(best.values.shape[2], device=device) < room)
+    score = score.masked_fill(behind < newest, torch.inf).masked_fill(behind < 0, -1.0)
+    best = score.topk(min(most, tokens), -1)
+    fits = best.values >= 0
+    if min(slots) < most:
+        fits = fits & (places(fits.shape[2], device) < _of_heads(slots, sizes, device))
     # The newest first, behind the free slots.
-    order = torch.where(fits, best.indices, best.indices + len(line)).sort(-1, descending=True).values
-    order = F.pad(order, (max(slots) - order.shape[2], 0), value=len(line))
-    index, free = order % len(line), order >= len(line)
-    after = (
-        gather_tokens(later * (1 - grows), index).round().clamp(max=MOST_SCORE).masked_fill(free, FREE).to(torch.int16)
-    )
-    k, v = (accumulable(gather_tokens(x, index)).masked_fill(free.unsqueeze(-1), 0) for x in (line.key, line.value))
+    order = torch.where(fits, best.indices, best.indices + tokens).sort(-1, descending=True).values
+    if order.shape[2] < most:
+        order = F.pad(order, (most - order.shape[2], 0), value=tokens)
+    index, free = order % tokens, order >= tokens
+    if any(tier.grows for tier in tiers):
+        later = later.masked_fill(_of_heads([tier.grows for tier in tiers], sizes, device) > 0, 0)
+    after = gather_tokens(later, index).round().clamp(max=MOST_SCORE).masked_fill(free, FREE).to(torch.int16)
+    k, v = (accumulable(gather_tokens(x, index)).masked_fill(free.unsqueeze(-1), 0) for x in line.vectors)
     spans = zip(_spans(tiers), slots, strict=True)
-    own = [(slice(None), heads, slice(max(slots) - n, None)) for heads, n in spans]
+    own = [(slice(None), heads, slice(most - n, None)) for heads, n in spans]
     coders = [coder for tier in tiers for coder in (tier.key, tier.value)]
     codes = iter(backend.encode(coders, [x[place] for place in own for x in (k, v)]))
     found = [CodedTokens(*next(codes), *next(codes), after[place]) for place in own]
@@ -196,6 +207,19 @@ def _select(
         _with_codes_of(contents.tier, tokens, index[place] - (before.stop - len(contents.tier)), free[place])
         for contents, tokens, place in zip(past.contents, found, own, strict=True)
     ]
+
+
+def _of_heads(numbers: Sequence[int], sizes: Sequence[int], device: torch.device) -> Tensor:
+    """Numbers of groups of so many heads, for each head [Hkv, 1]."""
+    return on_device(tuple(n for n, size in zip(numbers, sizes, strict=True) for _ in range(size)), device).unsqueeze(1)
+
+
+@lru_cache(maxsize=4)
+def _by_position(tokens: int, new: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """What the score of each token of a line has for its place, and by how many queries what it drew from ``new`` of
+    them is divided for the score that decode goes on with. All layers read lines of one length after another."""
+    position = places(tokens, device)
+    return _LATER * position, (tokens - NEIGHBORS - position).clamp(1, new) / (GAIN * _REMEMBERED)
 
 
 def _with_codes_of(held: CodedTokens, tokens: CodedTokens, index: Tensor, free: Tensor) -> CodedTokens:

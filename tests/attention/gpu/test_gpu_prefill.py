@@ -32,17 +32,22 @@ def distance_of(length: int) -> torch.Tensor:
     return torch.arange(HELD, HELD + length)[:, None] - torch.arange(HELD + length)
 
 
+def rank_of(real: torch.Tensor) -> torch.Tensor:
+    """How many tokens stand before each, negative for those that are not real."""
+    return (real.cumsum(-1) - 1).masked_fill(~real, -1)
+
+
 @pytest.mark.parametrize("dim", [24, 64])
 @pytest.mark.parametrize(("length", "window", "sinks"), [(70, 1, 0), (100, 17, 3), (600, 70, 4)])
 def test_squared_weights_are_those_of_plain_torch(dim, length, window, sinks):
     from dofla.attention.gpu.drawn import drawn
 
     query, key, real, scores, error = inputs_of(length, dim)
-    line = Line(key, torch.zeros_like(key), real, padded=False)
+    line = Line(key, torch.zeros_like(key), rank_of(real), padded=False)
     _, right = exact_causal(query.double(), replace(line, key=key.double(), value=key.double()), window, sinks, SCALING)
     hidden = (distance_of(length) < 0) | ~real[:, :, None, None]
     normalizer = scores.masked_fill(hidden, LOG_ZERO).logsumexp(-1).flatten(1, 2).float()
-    line = Line(*(x.to(DEVICE) for x in (key, line.value, real)), padded=False)
+    line = Line(*(x.to(DEVICE) for x in (key, line.value, line.rank)), padded=False)
     found = drawn(query.to(DEVICE), line, normalizer.to(DEVICE), window, sinks, SCALING)
     for one, other in ((found.total, right.total), (found.lately, right.lately)):
         assert (one.cpu() - other).abs().max() <= error * other.max()
@@ -53,10 +58,11 @@ def test_log_normalizers_are_those_of_plain_torch(nearest):
     from dofla.attention.gpu.drawn import normalizers
 
     query, key, real, scores, error = inputs_of(90, 32)
-    real[:, :, :8] = False
-    hidden = (distance_of(90) < nearest) | ~real[:, :, None, None]
+    rank = rank_of(real)
+    hidden = (distance_of(90) < nearest) | (rank < 5)[:, :, None, None]
     right = scores.masked_fill(hidden, -torch.inf).logsumexp(-1).flatten(1, 2)
-    found = normalizers(*(x.to(DEVICE) for x in (query, key, real)), nearest, SCALING, HELD).cpu()
+    line = Line(*(x.to(DEVICE) for x in (key, key, rank)), padded=False)
+    found = normalizers(query.to(DEVICE), line, 5, nearest, SCALING).cpu()
     sees = right > -torch.inf
     assert torch.equal(sees, found > -torch.inf)
     assert (found[sees] - right[sees]).abs().max() <= error

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dofla.attention.constants import DECAY, LOG_ZERO
-from dofla.attention.drawn import ELEMENTS, LATELY, NEIGHBORS, Drawn, Line, first_tokens
+from dofla.attention.drawn import ELEMENTS, LATELY, NEIGHBORS, Drawn, Line
 from dofla.attention.exact import merge
 
 KEYS, QUERIES = tl.constexpr(64), tl.constexpr(64)
@@ -19,7 +19,7 @@ _NONE = tl.constexpr(-1e30)
 """Score of a token that does not count."""
 _LOG2E = tl.constexpr(math.log2(math.e))
 """Exponentials are powers of two, which a GPU has an instruction for."""
-_VARYING = ("length", "tokens", "nearest", "hidden")
+_VARYING = ("length", "tokens", "least", "nearest")
 """Numbers that kernels are compiled once for, whatever they are divisible by."""
 
 
@@ -36,7 +36,7 @@ def flash_attention(query: Tensor, line: Line, scaling: float) -> tuple[Tensor, 
         )
     if not before:
         return out, normalizer
-    outs, normalizers, hidden = [], [], ~line.real[:, :, None, None, :before]
+    outs, normalizers, hidden = [], [], line.rank[:, :, None, None, :before] < 0
     for rows in query.split(max(1, ELEMENTS // (len(query) * query.shape[1] * before)), 2):
         scores = (rows * scaling).unflatten(1, (-1, groups)).flatten(2, 3) @ key[:, :, :before].mT
         scores = scores.float().unflatten(2, (groups, -1)).masked_fill_(hidden, LOG_ZERO)
@@ -48,20 +48,16 @@ def flash_attention(query: Tensor, line: Line, scaling: float) -> tuple[Tensor, 
 
 def drawn(query: Tensor, line: Line, normalizer: Tensor, window: int, sinks: int, scaling: float) -> Drawn:
     """Attention that a line's tokens drew from queries [B, H, L, d] with log-normalizers [B, H, L] over all tokens."""
-    key, (batch, heads, length, _) = line.key, query.shape
-    last, far = query[:, :, -LATELY:], line.real & ~first_tokens(line.real, sinks)
-    out = normalizer.new_empty(2, batch, heads, len(line))
-    squares(query, key, line.real, normalizer, NEIGHBORS, scaling, out[0])
-    hidden = len(line) - length + sinks  # new tokens are all real, and the first few of them are sinks
-    lately = normalizers(last, key, far, window, scaling, hidden)
-    squares(last, key, far, lately, window, scaling, out[1], DECAY)
-    return Drawn(*out.unflatten(2, (key.shape[1], -1)).sum(3))
+    last, out = query[:, :, -LATELY:], normalizer.new_empty(2, *query.shape[:2], len(line))
+    squares(query, line, 0, normalizer, NEIGHBORS, scaling, out[0])
+    squares(last, line, sinks, normalizers(last, line, sinks, window, scaling), window, scaling, out[1], DECAY)
+    return Drawn(*out.unflatten(2, (line.key.shape[1], -1)).sum(3))
 
 
 def squares(
     query: Tensor,
-    key: Tensor,
-    seen: Tensor,
+    line: Line,
+    least: int,
     normalizer: Tensor,
     nearest: int,
     scaling: float,
@@ -69,25 +65,26 @@ def squares(
     decay: float = math.inf,
 ) -> None:
     """Sums over the queries [B, H, L, d] of each head, those of the last L of P tokens, of the squares of the tokens'
-    weights, into ``out`` [B, H, P], float32. Tokens count that are ``seen`` [B, Hkv, P], and at least ``nearest``
-    behind a query; normalizers are [B, H, L]. Each query counts less than the next by one part in ``decay``."""
+    weights, into ``out`` [B, H, P], float32. Tokens count that have ``least`` others before them, and are at least
+    ``nearest`` behind a query; normalizers are [B, H, L]. Each query counts less than the next by one part in
+    ``decay``."""
     rate = math.log1p(-1 / decay) * _LOG2E.value
-    _launch(_squares, key.shape[2], KEYS.value, (query, key, seen), (normalizer, out), nearest, scaling, rate)
+    _launch(_squares, len(line), KEYS.value, query, line, (normalizer, out), least, nearest, scaling, rate)
 
 
-def normalizers(query: Tensor, key: Tensor, seen: Tensor, nearest: int, scaling: float, hidden: int) -> Tensor:
-    """Log-normalizers [B, H, L], float32, over the tokens that count as for :func:`squares`; -inf without any. Behind
-    the first ``hidden`` tokens all are seen."""
+def normalizers(query: Tensor, line: Line, least: int, nearest: int, scaling: float) -> Tensor:
+    """Log-normalizers [B, H, L], float32, over the tokens that count as for :func:`squares`; -inf without any."""
     out = torch.empty(query.shape[:3], dtype=torch.float32, device=query.device)
-    _launch(_normalizers, query.shape[2], QUERIES.value, (query, key, seen), (out,), nearest, scaling, hidden)
+    _launch(_normalizers, query.shape[2], QUERIES.value, query, line, (out,), least, nearest, scaling)
     return out
 
 
 def _launch(
-    kernel: Any, rows: int, block: int, strided: tuple[Tensor, ...], others: tuple[Tensor, ...], *numbers: float
+    kernel: Any, rows: int, block: int, query: Tensor, line: Line, others: tuple[Tensor, ...], *numbers: float
 ) -> None:
     """One program per block of rows and query head, of which those with many tokens to walk through come first."""
-    query, key, _ = strided
+    key = line.key
+    strided = [x if x.stride(-1) == 1 else x.contiguous() for x in (query, key)] + [line.rank]
     strides = [n for x in strided for n in x.stride()[:3]]
     sizes = query.shape[1], query.shape[1] // key.shape[1], query.shape[2], key.shape[2]
     dims = key.shape[3], max(16, triton.next_power_of_2(key.shape[3]))
@@ -107,22 +104,23 @@ def _rows(x, unit, heads, groups, of_batch, of_head):
 def _squares(
     query,
     key,
-    seen,  # [B, Hkv, P]
+    rank,  # [B, Hkv, P]
     normalizer,
     out,
-    query_batch,  # strides of queries, keys and seen
+    query_batch,  # strides of queries, keys and ranks
     query_head,
     query_token,
     key_batch,
     key_head,
     key_token,
-    seen_batch,
-    seen_head,
-    seen_token,
+    rank_batch,
+    rank_head,
+    rank_token,
     heads,
     groups,
     length,
     tokens,
+    least,
     nearest,
     scaling,
     rate,
@@ -136,8 +134,8 @@ def _squares(
     queries = _rows(query, unit, heads, 1, query_batch, query_head)
     keys = _rows(key, unit, heads, groups, key_batch, key_head) + own[None, :] * key_token + d[:, None]
     keys = tl.load(keys, mask=there[None, :] & (d < dim)[:, None], other=0.0)
-    counts = _rows(seen, unit, heads, groups, seen_batch, seen_head) + own * seen_token
-    counts = tl.load(counts, mask=there, other=0) != 0
+    ranks = _rows(rank, unit, heads, groups, rank_batch, rank_head) + own * rank_token
+    counts = tl.load(ranks, mask=there, other=-1) >= least
     normalizer += unit.to(tl.int64) * length
     # Queries close to the keys do not count for all of them, those from the end of their block on do.
     first = tl.maximum(begin + nearest - before, 0) // QUERIES * QUERIES
@@ -168,24 +166,24 @@ def _squared(queries, keys, normalizer, place, stride, length, scaling, rate, di
 def _normalizers(
     query,
     key,
-    seen,  # [B, Hkv, P]
+    rank,  # [B, Hkv, P]
     out,
-    query_batch,  # strides of queries, keys and seen
+    query_batch,  # strides of queries, keys and ranks
     query_head,
     query_token,
     key_batch,
     key_head,
     key_token,
-    seen_batch,
-    seen_head,
-    seen_token,
+    rank_batch,
+    rank_head,
+    rank_token,
     heads,
     groups,
     length,
     tokens,
+    least,
     nearest,
     scaling,
-    hidden,
     dim: tl.constexpr,
     DIM: tl.constexpr,
 ):
@@ -196,23 +194,23 @@ def _normalizers(
     asked = _rows(query, unit, heads, 1, query_batch, query_head) + place[:, None] * query_token + d[None, :]
     asked = tl.load(asked, mask=asks[:, None] & (d < dim)[None, :], other=0.0)
     keys = _rows(key, unit, heads, groups, key_batch, key_head)
-    counts = _rows(seen, unit, heads, groups, seen_batch, seen_head)
-    # Of the blocks behind the hidden tokens, those that the first query sees in full need no masks.
+    ranks = _rows(rank, unit, heads, groups, rank_batch, rank_head)
+    # New tokens all count, but for the first ``least``; blocks of them that the first query sees in full need no masks.
     end = tl.maximum(tl.minimum(begin + QUERIES + (tokens - length - nearest), tokens), 0)
-    low = tl.minimum(tl.cdiv(hidden, KEYS) * KEYS, end)
+    low = tl.minimum(tl.cdiv(tokens - length + least, KEYS) * KEYS, end)
     high = tl.maximum((begin + 1 + (tokens - length - nearest)) // KEYS * KEYS, low)
     most = tl.full([QUERIES], _NONE, dtype=tl.float32)
     total = tl.zeros([QUERIES], dtype=tl.float32)
     scale = scaling * _LOG2E
     for start in range(0, low, KEYS):
         scores = _scores(asked, keys, start, key_token, tokens, dim, DIM) * scale
-        scores = _hidden(scores, counts, start, seen_token, tokens, last)
+        scores = _hidden(scores, ranks, start, rank_token, tokens, least, last)
         most, total = _summed(most, total, scores, True)
     for start in range(low, high, KEYS):
         most, total = _summed(most, total, _scores(asked, keys, start, key_token, tokens, dim, DIM) * scale, False)
     for start in range(high, end, KEYS):
         scores = _scores(asked, keys, start, key_token, tokens, dim, DIM) * scale
-        scores = _hidden(scores, counts, start, seen_token, tokens, last)
+        scores = _hidden(scores, ranks, start, rank_token, tokens, least, last)
         most, total = _summed(most, total, scores, True)
     tl.store(out + unit.to(tl.int64) * length + place, (most + tl.log2(total)) / _LOG2E, mask=asks)
 
@@ -226,11 +224,11 @@ def _scores(asked, keys, start, stride, tokens, dim: tl.constexpr, DIM: tl.const
 
 
 @triton.jit
-def _hidden(scores, counts, start, stride, tokens, last):
+def _hidden(scores, ranks, start, stride, tokens, least, last):
     """Scores but of tokens that do not count."""
     own = start + tl.arange(0, KEYS)
-    seen = tl.load(counts + own * stride, mask=own < tokens, other=0) != 0
-    return tl.where(seen[None, :] & (own[None, :] <= last[:, None]), scores, _NONE)
+    counts = tl.load(ranks + own * stride, mask=own < tokens, other=-1) >= least
+    return tl.where(counts[None, :] & (own[None, :] <= last[:, None]), scores, _NONE)
 
 
 @triton.jit
