@@ -199,7 +199,8 @@ def _select(
     spans = zip(_spans(tiers), slots, strict=True)
     own = [(slice(None), heads, slice(most - n, None)) for heads, n in spans]
     coders = [coder for tier in tiers for coder in (tier.key, tier.value)]
-    codes = iter(backend.encode(coders, [x[place] for place in own for x in (k, v)]))
+    vectors = [x[:, heads] for _, heads, _ in own for x in (k, v)]
+    codes = iter(backend.encode_last(coders, vectors, [n for n in slots for _ in range(2)]))
     found = [CodedTokens(*next(codes), *next(codes), after[place]) for place in own]
     if past is None:
         return found

@@ -67,6 +67,22 @@ def test_codes_in_several_launches(monkeypatch):
 
 
 @pytest.mark.interpreter
+def test_codes_of_the_last_vectors_by_several_coders():
+    from dofla.attention.gpu.encode import encode_last
+
+    coders = [coder_of(dim, 2.5, heads)[0] for dim, heads in ((24, 1), (40, 1), (24, 2))]
+    inputs = [vectors(2, coder.heads, 20, coder.dim, seed) for seed, coder in enumerate(coders)]
+    counts, mine = [20, 3, 1], [copy.deepcopy(coder).to(DEVICE) for coder in coders]
+    for _ in range(2):
+        found = encode_last(mine, [x.to(DEVICE) for x in inputs], counts)
+        for coder, codes, x, count in zip(coders, found, inputs, counts, strict=True):
+            assert all(torch.equal(a.cpu(), b) for a, b in zip(codes, coder.encode(x[:, :, -count:]), strict=True))
+        for own, coder in zip(mine, coders, strict=True):  # coders that are calibrated anew
+            coder.reset()
+            own.reset()
+
+
+@pytest.mark.interpreter
 @pytest.mark.parametrize(("dim", "bits"), [(64, 3.0), (40, 2.0), (128, 3.5)])
 def test_vectors_of_codes(dim, bits):
     from dofla.attention.gpu.tier import unrotated

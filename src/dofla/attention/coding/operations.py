@@ -24,6 +24,10 @@ class CodeOperations:
         """Codes of vectors [B, Hkv, L, d], for each coder."""
         return encode_together(coders, [own.rotate_integer(x) for own, x in zip(coders, vectors, strict=True)])
 
+    def encode_last(self, coders: Sequence[Coder], vectors: Sequence[Tensor], counts: Sequence[int]) -> list[Codes]:
+        """Likewise of the last vectors alone, so many for each coder."""
+        return self.encode(coders, [x[:, :, x.shape[2] - n :] for x, n in zip(vectors, counts, strict=True)])
+
     def decode(self, coder: Coder, codes: Codes) -> Tensor:
         """Vectors [B, Hkv, L, d], float32, as they were before rotation, up to quantization."""
         return coder.unrotate(coder.decode(*codes))

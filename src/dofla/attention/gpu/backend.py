@@ -61,6 +61,11 @@ class Triton(Backend):
 
         return [encode(coder, x) for coder, x in zip(coders, vectors, strict=True)]
 
+    def encode_last(self, coders: Sequence[Coder], vectors: Sequence[Tensor], counts: Sequence[int]) -> list[Codes]:
+        from dofla.attention.gpu.encode import encode_last
+
+        return encode_last(coders, vectors, counts)
+
     def decode(self, coder: Coder, codes: Codes) -> Tensor:
         from dofla.attention.gpu.tier import unrotated
 

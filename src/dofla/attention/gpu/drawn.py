@@ -134,8 +134,6 @@ def _squares(
     queries = _rows(query, unit, heads, 1, query_batch, query_head)
     keys = _rows(key, unit, heads, groups, key_batch, key_head) + own[None, :] * key_token + d[:, None]
     keys = tl.load(keys, mask=there[None, :] & (d < dim)[:, None], other=0.0)
-    ranks = _rows(rank, unit, heads, groups, rank_batch, rank_head) + own * rank_token
-    counts = tl.load(ranks, mask=there, other=-1) >= least
     normalizer += unit.to(tl.int64) * length
     # Queries close to the keys do not count for all of them, those from the end of their block on do.
     first = tl.maximum(begin + nearest - before, 0) // QUERIES * QUERIES
@@ -149,6 +147,8 @@ def _squares(
         place = start + tl.arange(0, QUERIES)
         total += _squared(queries, keys, normalizer, place, query_token, length, scaling, rate, dim, DIM)
     # A token that does not count may have weights beyond any number.
+    ranks = _rows(rank, unit, heads, groups, rank_batch, rank_head) + own * rank_token
+    counts = tl.load(ranks, mask=there, other=-1) >= least
     tl.store(out + unit.to(tl.int64) * tokens + own, tl.where(counts, tl.sum(total, axis=0), 0.0), mask=there)
 
 

@@ -5,17 +5,25 @@ All arithmetic is that of plain torch, bit for bit: integers below 2²⁴, power
 rounded by itself; so none may be fused with another. How many bits a block has stands on the GPU and is read there.
 """
 
+from collections.abc import Sequence
+from itertools import accumulate
+from weakref import WeakKeyDictionary, proxy, ref
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from dofla.attention.coding.coder import Coder
+from dofla.attention.coding.coder import Coder, Codes
 from dofla.attention.coding.levels import SCALES_AT
 from dofla.attention.constants import BRANCHES, FINE, NOWHERE, UNIT, WINDOW
 from dofla.attention.gpu import block_count
-from dofla.attention.gpu.codes import Coding, tables_on
+from dofla.attention.gpu.codes import Coding, JointCoder, tables_on
 from dofla.attention.gpu.numbers import at, exponent_of, power_of_two, rounded, whole
+from dofla.attention.heads import on_device
+
+_JOINT: WeakKeyDictionary[Coder, tuple[list[ref[Coder]], JointCoder]] = WeakKeyDictionary()
+"""Coders of a layer as one, by the first of them: those that it was made of, and the joint one."""
 
 VECTORS = tl.constexpr(32)
 """Vectors of a program that packs them."""
@@ -67,14 +75,52 @@ def _pack(x, integers, exponents, of_batch, of_head, of_token, heads, length, di
     tl.store(exponents + row, exponent.to(tl.int8), mask=token < length)
 
 
-def encode(coder: Coder, x: Tensor) -> tuple[Tensor, Tensor]:
+def encode(coder: Coder, x: Tensor) -> Codes:
     """Codes [B, Hkv, L, bytes] and scales [B, Hkv, L, blocks], uint8, of vectors [B, Hkv, L, d], float32 or bfloat16:
     :meth:`dofla.attention.Coder.encode`."""
+    codes, scales = (part.unflatten(1, x.shape[1:3]) for part in _encode_last(coder, 0, x))
+    return codes, scales
+
+
+def encode_last(coders: Sequence[Coder], vectors: Sequence[Tensor], counts: Sequence[int]) -> list[Codes]:
+    """The same of the last so many of each coder's vectors [B, Hkv, L, d]: coders of one size in one launch."""
+    alike: dict[tuple[int, float], list[int]] = {}
+    for n, coder in enumerate(coders):
+        alike.setdefault((coder.dim, coder.mean_bits), []).append(n)
+    found: dict[int, Codes] = {}
+    for own in alike.values():
+        joint, heads = _joint([coders[n] for n in own]), [coders[n].heads for n in own]
+        x = torch.cat([vectors[n] for n in own], 1)
+        of_heads = [counts[n] for n, count in zip(own, heads, strict=True) for _ in range(count)]
+        parts = [counts[n] * count for n, count in zip(own, heads, strict=True)]
+        sides = (part.split(parts, 1) for part in _encode_last(joint, joint.dim // joint.block, x, of_heads))
+        for n, count, codes, scales in zip(own, heads, *sides, strict=True):
+            found[n] = codes.unflatten(1, (count, -1)), scales.unflatten(1, (count, -1))
+    return [found[n] for n in range(len(coders))]
+
+
+def _joint(coders: Sequence[Coder]) -> JointCoder:
+    """Coders as one, made once. It holds none of them, and goes with the first."""
+    made_of, joint = _JOINT.get(coders[0], ([], None))
+    if joint is None or [own() for own in made_of] != coders:
+        joint = JointCoder([proxy(own) for own in coders])  # type: ignore[misc]  # who has a proxy has a coder
+        _JOINT[coders[0]] = [ref(own) for own in coders], joint
+    joint.update()
+    return joint
+
+
+def _encode_last(coder: Coder | JointCoder, bits_of_head: int, x: Tensor, counts: Sequence[int] | None = None) -> Codes:
+    """Codes [B, n, bytes] and scales [B, n, blocks] of the last so many vectors of each head, or of all, head after
+    head. A head's bits of blocks stand so many bytes behind those of the one before."""
     integers, exponents = pack(x)
     batch, heads, length = x.shape[:3]
     constants, coding = coder.constants, Coding.of(coder)
+    places, count = None, heads * length
+    if counts is not None:
+        *begins, count = accumulate(counts, initial=0)
+        places = on_device(tuple((length - own, begin) for own, begin in zip(counts, begins, strict=True)), x.device)
     sizes = coding.size, coding.blocks
-    codes, scales = (torch.empty(*x.shape[:3], size, dtype=torch.uint8, device=constants.device) for size in sizes)
+    codes, scales = (torch.empty(batch, count, size, dtype=torch.uint8, device=constants.device) for size in sizes)
     per_token = batch * heads * coder.dim * WAYS.value
     piece = min(length, max(RINGS, SCRATCH // per_token))
     scratch = codes.new_empty(piece * per_token)
@@ -82,8 +128,8 @@ def encode(coder: Coder, x: Tensor) -> tuple[Tensor, Tensor]:
     with torch.cuda.device_of(codes):  # Triton launches on the current device
         for start in range(0, length, piece):
             _code[(batch * heads, block_count(piece, rings), coding.blocks)](
-                *(integers, exponents, constants, tables_on(constants.device), scratch, codes, scales),
-                *(heads, length, start, piece),
+                *(integers, exponents, constants, tables_on(constants.device), places, scratch, codes, scales),
+                *(heads, length, count, bits_of_head, start, piece),
                 CODER=coding,
                 RINGS=rings,
                 enable_fp_fusion=False,
@@ -98,11 +144,14 @@ def _code(
     exponents,  # [units, L]
     constants,  # of the coder
     tables,
+    places,  # [heads, 2], the first vector that is coded, and where its code stands among those of all heads; or None
     scratch,  # [units, piece, dim, WAYS], for the program's own use
-    codes,  # [units, L, bytes], to be filled
-    scales,  # [units, L, blocks], to be filled
+    codes,  # [B, count, bytes], to be filled
+    scales,  # [B, count, blocks], to be filled
     heads,
     length,
+    count,  # of vectors that are coded, of all heads
+    bits_of_head,  # bytes from the bits of one head's blocks to the next
     start,  # of the vectors that this launch codes
     piece,  # how many they are
     CODER: tl.constexpr,
@@ -112,15 +161,22 @@ def _code(
     DIM: tl.constexpr = CODER.dim
     BLOCKS: tl.constexpr = CODER.blocks
     unit, block = tl.program_id(0).to(tl.int64), tl.program_id(2)
+    head = unit % heads
+    first, begin = tl.zeros_like(head), head * length
+    if places is not None:
+        first, begin = tl.load(places + 2 * head), tl.load(places + 2 * head + 1)
     of_piece = tl.program_id(1) * RINGS + tl.arange(0, RINGS)
-    token = start + of_piece
-    place, is_token = unit * length + token, (of_piece < piece) & (token < length)
-    exponent = tl.load(exponents + place, mask=is_token, other=0).to(tl.int32)
-    vectors = integers + place * DIM
-    own, worth = rotated_block(vectors, exponent, is_token, constants, unit % heads, block, CODER, RINGS)
-    bits, scratch = at(constants, CODER.bits, tl.uint8), scratch + (unit * piece + of_piece) * (DIM * WAYS)
-    codes, scales = codes + place * CODER.size, scales + place * BLOCKS
-    encode_block(own, worth, is_token, block, bits, tables, scratch, codes, scales, CODER, RINGS)
+    if start + (tl.program_id(1) + 1) * RINGS > first:
+        token = start + of_piece
+        is_token = (of_piece < piece) & (token >= first) & (token < length)
+        exponent = tl.load(exponents + unit * length + token, mask=is_token, other=0).to(tl.int32)
+        vectors = integers + (unit * length + token) * DIM
+        own, worth = rotated_block(vectors, exponent, is_token, constants, head, block, CODER, RINGS)
+        bits = at(constants, CODER.bits, tl.uint8) + head * bits_of_head
+        ways = scratch + (unit * piece + of_piece) * (DIM * WAYS)
+        place = unit // heads * count + begin + token - first
+        code, scale = codes + place * CODER.size, scales + place * BLOCKS
+        encode_block(own, worth, is_token, block, bits, tables, ways, code, scale, CODER, RINGS)
 
 
 @triton.jit
