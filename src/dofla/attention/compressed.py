@@ -13,7 +13,7 @@ from dofla.attention.constants import LOG_ZERO
 from dofla.attention.eight_bits import PackedTokens, rounded
 from dofla.attention.exact import ExactPart, merge, take_sinks
 from dofla.attention.group import HeadGroup
-from dofla.attention.heads import query_heads, write
+from dofla.attention.heads import query_heads, select, write
 from dofla.attention.layout import CompressedState, Contents, HeadSizes, Layout, Layouts
 from dofla.attention.modules import ModuleList
 from dofla.attention.prefill import exact_prefill
@@ -87,18 +87,19 @@ class CompressedHeads(HeadGroup[CompressedState]):
             before = self._with_room(call, state)
             layout = self.layout_of(before.rows.shape[-1])
             held = layout.open(before)
-        out, after = call.new_output(), dict[int, Contents]()
+        pieces, order, after = list[Tensor](), list[int](), dict[int, Contents]()
         for window in dict.fromkeys(size[:2] for size in layout.sizes):
             groups = [n for n, size in enumerate(layout.sizes) if size[:2] == window]
             heads = [head for n in groups for head in layout.heads[n]]
             own, past = call.of_heads(heads), None if held is None else [held[n] for n in groups]
             tiers, sizes = [self.tiers[n] for n in groups], [layout.groups[n] for n in groups]
             piece, contents = exact_prefill(own, tiers, sizes, past, backend)
+            pieces.append(piece)
+            order += query_heads(heads, call.groups)
             after |= zip(groups, contents, strict=True)
-            if own is call:
-                out = piece
-            else:
-                write(piece, out, query_heads(heads, call.groups))
+        out = pieces[0] if len(pieces) == 1 else torch.cat(pieces, 1)
+        # All heads at once: a GPU would take a launch to copy each.
+        out = select(out, sorted(range(len(order)), key=order.__getitem__))
         return out, layout.close([after[n] for n in sorted(after)])
 
     def _first_layout(self, call: Call) -> Layout:
