@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from dofla.attention import compiled
 from dofla.layers import AttentionLayer, read_pages
+from dofla.layers.pages import batches
 
 PAGES, GAP, LENGTHS = 7, 16, st.sampled_from([1, 1, 1, 2, 9, 20])
 """Pages of a pool, the bytes between them, and tokens that a sequence reads at once."""
@@ -105,3 +106,19 @@ def test_what_does_not_fit_together_is_refused(bytes_, pages, starts, words):
     )
     with pytest.raises(RuntimeError, match=words):
         read_pages(layer, *inputs, scaling=SCALING, pool=pool, pages=torch.tensor(pages), starts=starts)
+
+
+def test_neighbors_with_as_many_tokens_are_a_batch(monkeypatch):
+    assert batches([1, 1, 9, 9, 2], parts=True) == [(0, 2), (2, 3), (3, 4), (4, 5)]
+    assert batches([1, 1, 9, 9, 2], parts=False) == [(0, 2), (2, 4), (4, 5)]
+    monkeypatch.setattr(compiled, "usable", lambda *_: False)
+    layer = layer_of(sizes=[SIZE, SIZE._replace(window=3)])
+    inputs, pages, found = inputs_of(layer, 0, 1, 2, 27), torch.tensor([3, 6, 1, 0]), []
+    for parts in (True, False):
+        monkeypatch.setattr("dofla.layers.pages.batches", lambda lengths, parts, own=parts: batches(lengths, own))
+        pool, _ = pool_of(layer)
+        pool[:] = layer.compressed.layout.empty(1, torch.device("cpu")).rows
+        options = {"scaling": SCALING, "pool": pool, "pages": pages, "exact": True}
+        found.append(read_pages(layer, *inputs, starts=[0, 1, 10, 19, 27], **options))
+        found.append(read_pages(layer, *(x[:, :, :4] for x in inputs), starts=[0, 1, 2, 3, 4], **options))
+    torch.testing.assert_close(found[:2], found[2:])

@@ -1,9 +1,11 @@
 """A step of a server: tokens of several sequences, whose states are pages of a pool."""
 
+from itertools import groupby, pairwise
+
 import torch
 from torch import Tensor
 
-from dofla.attention import Call, CompressedState
+from dofla.attention import Call, CompressedHeads, CompressedState
 from dofla.attention.backends import backend_for
 from dofla.layers.layer import AttentionLayer, without_autocast
 
@@ -38,20 +40,48 @@ def read_pages(
     """
     heads = layer.compressed
     assert heads is not None
-    count = len(starts) - 1
-    single = next((n for n in range(count) if starts[n + 1] - starts[n] > 1), count)
-    if not exact or single == count:
-        call = Call(query, key, value, scaling, smoothing=layer.smoothing)
-        out = backend_for(call.vectors).read_pages(heads, call, pool, pages, starts)
-        if out is not None:
-            return out
+    lengths = [last - first for first, last in pairwise(starts)]
+    ones = next((n for n, length in enumerate(lengths) if length > 1), len(lengths))
+    if not exact or ones == len(lengths):
+        found = _in_place(layer, heads, (query, key, value), scaling, pool, pages, starts)
+        if found is not None:
+            return found
     out = value.new_empty(*query.shape[:-1], value.shape[-1])
-    for first, last in [(0, single)] * (single > 0) + [(n, n + 1) for n in range(single, count)]:
+    for first, last in batches(lengths, parts=query.is_cpu):
+        length = lengths[first]
         rows, own_pages = slice(starts[first], starts[last]), pages[first:last]
-        parts = [x[:, :, rows] for x in (query, key, value, out)]
-        if first < single:  # a token of each sequence: as a batch
-            parts = [part.transpose(0, 2) for part in parts]
-        own_out, (after,) = layer(*parts[:3], scaling=scaling, states=[CompressedState(pool[own_pages])], exact=exact)
-        parts[3].copy_(own_out)
-        pool[own_pages] = after.rows
+        parts, own_starts = (query[:, :, rows], key[:, :, rows], value[:, :, rows]), list(range(last - first + 1))
+        found = _in_place(layer, heads, parts, scaling, pool, own_pages, own_starts) if last <= ones else None
+        if found is None:
+            batch = [part[0].unflatten(1, (-1, length)).transpose(0, 1) for part in parts]
+            states = [CompressedState(pool[own_pages])]
+            found, (after,) = layer(*batch, scaling=scaling, states=states, exact=exact)
+            found = found.transpose(0, 1).flatten(1, 2)
+            pool[own_pages] = after.rows
+        out[:, :, rows] = found
     return out
+
+
+def batches(lengths: list[int], parts: bool) -> list[tuple[int, int]]:
+    """Neighbors with as many tokens, which are read as a batch: the first, and the one after the last. With ``parts``
+    only those with one token: a CPU has no use for larger batches, and gives each sequence what it gives it alone."""
+    found = []
+    for length, group in groupby(range(len(lengths)), lengths.__getitem__):
+        own = list(group)
+        step = 1 if parts and length > 1 else len(own)
+        found += [(first, first + step) for first in own[::step]]
+    return found
+
+
+def _in_place(
+    layer: AttentionLayer,
+    heads: CompressedHeads,
+    vectors: tuple[Tensor, Tensor, Tensor],
+    scaling: float,
+    pool: Tensor,
+    pages: Tensor,
+    starts: list[int],
+) -> Tensor | None:
+    """What the backend makes of all at once, if it can."""
+    call = Call(*vectors, scaling, smoothing=layer.smoothing)
+    return backend_for(call.vectors).read_pages(heads, call, pool, pages, starts)
