@@ -1,11 +1,16 @@
 """A compressed model in vLLM writes what transformers' generate writes, whatever is scheduled beside it."""
 
 import gc
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
+from torch.nn.functional import pad
 from vllm import LLM, SamplingParams
+from vllm.v1.attention.backend import AttentionCGSupport
 
 from dofla.vllm.layer import heads_of, page_bytes
+from dofla.vllm.metadata import CompressedCacheBuilder
 from dofla.vllm.model import DoflaForCausalLM, DoflaHybridForCausalLM
 from dofla.vllm.plugin import register
 
@@ -74,6 +79,40 @@ def test_pages_are_as_large_as_the_states_of_their_layers(llm, compressed):
     config = llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_config
     assert len(config.kv_cache_groups) == 1
     assert config.kv_cache_tensors[0].size == config.num_blocks * sum(sizes.values())
+
+
+def test_a_step_can_be_a_cuda_graph(llm, prompts, check, monkeypatch):
+    """As on a GPU: rows are filled up with such as have no token, the tensor of pages stays where it is, and lengths
+    that are on the GPU are not asked for."""
+    build, places, filled = CompressedCacheBuilder.build, {}, set()
+
+    def padded(builder, prefix, common, fast_build=False):
+        rows, starts = common.num_reqs + 2, common.query_start_loc_cpu
+        common = replace(
+            common,
+            num_reqs=rows,
+            query_start_loc_cpu=pad(starts, (0, 2), value=int(starts[-1])),
+            seq_lens=None,
+            seq_lens_cpu_upper_bound=pad(common.seq_lens_cpu_upper_bound, (0, 2)),
+            block_table_tensor=pad(common.block_table_tensor, (0, 0, 0, 2)),
+        )
+        (found,) = build(builder, prefix, common, fast_build)
+        places.setdefault(builder, set()).add(found.pages.data_ptr())
+        filled.update(builder._pages[rows - 2 : rows].tolist())
+        assert len(found.pages) == len(found.starts) - 1 == rows - 2
+        return [found]
+
+    monkeypatch.setattr(CompressedCacheBuilder, "build", padded)
+    for n, tokens in enumerate(texts(llm, prompts[:8])):
+        check(n, tokens)
+    assert [len(own) for own in places.values()] == [1] * len(places)
+    assert filled == {0}
+
+
+@pytest.mark.parametrize(("candidates", "wanted"), [(0, "UNIFORM_SINGLE_TOKEN_DECODE"), (3, "NEVER")])
+def test_cuda_graphs_are_for_single_tokens(candidates, wanted):
+    support = CompressedCacheBuilder.get_cudagraph_support(SimpleNamespace(num_speculative_tokens=candidates), None)
+    assert support == AttentionCGSupport[wanted]
 
 
 def test_an_aborted_request_leaves_the_others_alone(llm, prompts, check):

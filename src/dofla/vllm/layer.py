@@ -89,10 +89,19 @@ class CompressedAttention(nn.Module, MambaBase):
         take_heads(self.layer, whole, self.own)
         return {f"layer.{name}" for name in self.layer.state_dict()}
 
+    @property
+    def pool(self) -> Tensor:
+        """The pages' states [P, bytes]; pages may be longer."""
+        return self.kv_cache[0][:, : self._before.shape[1]]
+
+    def begin(self, pages: Tensor) -> None:
+        """Write the state before the first token into these pages [n]."""
+        self._before = self._before.to(pages.device)
+        self.pool[pages] = self._before
+
     def state(self, page: int, tokens: int) -> CompressedState:
         """The state in a page, with room for so many tokens."""
-        rows = self.kv_cache[0][page : page + 1, : self._before.shape[1]]
-        return self._compressed.resized(CompressedState(rows), tokens)
+        return self._compressed.resized(CompressedState(self.pool[page : page + 1]), tokens)
 
     def empty_state(self, tokens: int) -> CompressedState:
         """The state before the first token, with room for so many."""
@@ -115,13 +124,11 @@ class CompressedAttention(nn.Module, MambaBase):
         if metadata is None:  # a run that only measures memory
             out.zero_()
             return
-        pool, counts = self.kv_cache[0][:, : self._before.shape[1]], (self.heads, len(self.own), len(self.own))
+        pool, counts = self.pool, (self.heads, len(self.own), len(self.own))
         for step in metadata[self.prefix]:
             sources, targets = step.copies
             if targets:
                 pool[targets] = pool[sources]
-            if len(step.begins):
-                pool[step.begins] = self._before.to(query.device)
             rows = slice(step.starts[-1]) if step.rows is None else step.rows
             tokens = [
                 x[rows].unflatten(-1, (count, -1)).transpose(0, 1).unsqueeze(0)  # [1, heads, rows, d]

@@ -8,7 +8,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from vllm.v1.attention.backend import AttentionBackend, AttentionMetadataBuilder, CommonAttentionMetadata
+from vllm.config import VllmConfig
+from vllm.v1.attention.backend import (
+    AttentionBackend,
+    AttentionCGSupport,
+    AttentionMetadataBuilder,
+    CommonAttentionMetadata,
+)
 from vllm.v1.attention.backends.utils import mamba_get_block_table_tensor
 from vllm.v1.kv_cache_interface import KVCacheSpec, MambaSpec
 
@@ -34,21 +40,23 @@ class Round:
             one token come first.
         rows: of these tokens in the batch [tokens], int64; None for all from the first on.
         copies: pages to be copied before, and where to.
-        begins: pages of the requests whose first tokens these are.
     """
 
     pages: Tensor
     starts: list[int]
     rows: Tensor | None
     copies: tuple[list[int], list[int]]
-    begins: Tensor | list[int]
 
 
 class CompressedCacheBuilder(AttentionMetadataBuilder[list[Round]]):
-    """Makes the metadata of a step, once for all layers: the rounds in which its tokens are read.
+    """Makes the metadata of a step, once for layers with pages of one size: the rounds in which its tokens are read.
 
     With speculative decoding a request has a page for each token that it may be given at once, and the state after each
     in another: the next step goes on from that after the last accepted one, which is known by its number of tokens.
+
+    Without, a step in which each request has one token can be a CUDA graph, which knows requests by what stands in a
+    tensor alone: their pages are in the same tensor at every step, and new requests get their first states here. Rows
+    that fill a graph up, without a token, have vLLM's page 0, which no request has.
     """
 
     kv_cache_spec: MambaSpec
@@ -57,6 +65,14 @@ class CompressedCacheBuilder(AttentionMetadataBuilder[list[Round]]):
         super().__init__(*args, **options)
         self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
         self._tokens: dict[int, int] = {}  # of the state in each page, where requests have several
+        most = self.vllm_config.compilation_config.max_cudagraph_capture_size or 0
+        most = max(most, self.vllm_config.scheduler_config.max_num_seqs)
+        self._pages = torch.zeros(most, dtype=torch.int64, device=self.device)
+
+    @classmethod
+    def get_cudagraph_support(cls, vllm_config: VllmConfig, kv_cache_spec: KVCacheSpec) -> AttentionCGSupport:
+        alone = vllm_config.num_speculative_tokens == 0
+        return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE if alone else AttentionCGSupport.NEVER
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
@@ -65,11 +81,18 @@ class CompressedCacheBuilder(AttentionMetadataBuilder[list[Round]]):
         table = mamba_get_block_table_tensor(common.block_table_tensor, common.seq_lens, self.kv_cache_spec, mode)
         starts = common.query_start_loc_cpu[: common.num_reqs + 1].tolist()
         new = [last - first for first, last in pairwise(starts)]
-        before = [length - own for length, own in zip(common.seq_lens[: len(new)].tolist(), new, strict=True)]
         most = 1 + self.kv_cache_spec.num_speculative_blocks
+        # Where none is refused, the CPU knows how many tokens there are, and need not wait for a GPU.
+        known = common.seq_lens_cpu_upper_bound if most == 1 else None
+        lengths = (common.seq_lens if known is None else known)[: len(new)].tolist()
+        before = [length - own for length, own in zip(lengths, new, strict=True)]
         if most == 1:
-            pages = table[: len(new), 0].long()
-            return [Round(pages, starts, None, ([], []), pages[[n for n, tokens in enumerate(before) if not tokens]])]
+            pages = self._pages[: len(new)].copy_(table[: len(new), 0])
+            first = [n for n, tokens in enumerate(new) if tokens and not before[n]]
+            if first:
+                self._begin(pages[torch.tensor(first, device=self.device)])
+            count = sum(tokens > 0 for tokens in new)
+            return [Round(pages[:count], starts[: count + 1], None, ([], []))]
         rounds, tables = [], table[: len(new), :most].tolist()
         for place in range(most):
             # One token after the other, unless there are more than can be candidates.
@@ -99,7 +122,15 @@ class CompressedCacheBuilder(AttentionMetadataBuilder[list[Round]]):
         starts = [0, *accumulate(len(rows[n]) for n in order)]
         places = torch.tensor([row for n in order for row in rows[n]], device=self.device)
         turned = list(copies.values()), list(copies)
-        return Round(torch.tensor(pages, device=self.device), starts, places, turned, begins)
+        if begins:
+            self._begin(torch.tensor(begins, device=self.device))
+        return Round(torch.tensor(pages, device=self.device), starts, places, turned)
+
+    def _begin(self, pages: Tensor) -> None:
+        """Write the state before the first token into these pages of all layers."""
+        layers = self.vllm_config.compilation_config.static_forward_context
+        for name in self.layer_names:
+            layers[name].begin(pages)
 
     def _after(self, tokens: int, pages: list[int]) -> int:
         """Which of these pages holds the state after so many tokens."""
