@@ -65,4 +65,4 @@ def test_a_triton_that_is_too_old_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "triton", SimpleNamespace(__version__="3.10.1"))
     assert gpu.obstacle.__wrapped__() is None
     monkeypatch.setitem(sys.modules, "triton", SimpleNamespace(__version__="3.3.1"))
-    assert "triton 3.3.1 is older than 3.4" in gpu.obstacle.__wrapped__()
+    assert "triton 3.3.1 is older than 3.5" in gpu.obstacle.__wrapped__()

@@ -1,8 +1,8 @@
 """Causal linear attention on a GPU without gradients, as Triton kernels: chunked.py for CUDA tensors.
 And of a compressed cache what in plain torch is hundreds of small operations: to write codes (encode.py), to rotate
 queries (rotate_query.py), which tokens stay (heavy_hitters.py), and attention to a tier from its codes (tier.py;
-codes.py, decode.py); and all of a decoded token, in two kernels (token.py: token_encode.py and token_attend.py, both
-with rows.py), as an operator of torch (operators.py).
+codes.py, decode.py); and all of a decoded token, in three kernels (token.py: token_encode.py, token_attend.py and
+token_update.py, all with rows.py), as an operator of torch (operators.py).
 
 The kernels of linear attention (kernels.py) are two phases over chunks of 64 tokens, as in compiled/features.h, and one
 for decoding:
@@ -31,8 +31,8 @@ from torch.torch_version import TorchVersion
 
 from dofla.attention.state import FeatureState
 
-TRITON = "3.4"
-"""The least version of triton: older ones take no named tuples of constants."""
+TRITON = "3.5"
+"""The least version of triton: older ones take no matrices of less than 16 rows."""
 
 CHUNK = 64
 """Tokens per chunk: enough for the matrix units, few enough that pairs within a chunk cost no more than the state."""
@@ -53,7 +53,7 @@ def obstacle() -> str | None:
     except ImportError as error:
         return f"triton cannot be imported ({error})"
     if TorchVersion(triton.__version__) < TRITON:
-        return f"triton {triton.__version__} is older than {TRITON}, which the kernels need: it comes with torch 2.8"
+        return f"triton {triton.__version__} is older than {TRITON}, which the kernels need: it comes with torch 2.9"
     return None
 
 
