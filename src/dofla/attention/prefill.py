@@ -217,8 +217,9 @@ def _of_heads(numbers: Sequence[int], sizes: Sequence[int], device: torch.device
 
 @lru_cache(maxsize=4)
 def _by_position(tokens: int, new: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """What the score of each token of a line has for its place, and by how many queries what it drew from ``new`` of
-    them is divided for the score that decode goes on with. All layers read lines of one length after another."""
+    """Two numbers for each token of a line: an addend of its score, and the divisor, by the queries that it can have
+    drawn attention from, that gives the score that decode goes on with. All layers read lines of one length after
+    another."""
     position = places(tokens, device)
     return _LATER * position, (tokens - NEIGHBORS - position).clamp(1, new) / (GAIN * _REMEMBERED)
 

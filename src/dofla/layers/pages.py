@@ -82,6 +82,6 @@ def _in_place(
     pages: Tensor,
     starts: list[int],
 ) -> Tensor | None:
-    """What the backend makes of all at once, if it can."""
+    """The output of the backend, which updates the pages in place; None if it takes no such call."""
     call = Call(*vectors, scaling, smoothing=layer.smoothing)
     return backend_for(call.vectors).read_pages(heads, call, pool, pages, starts)
