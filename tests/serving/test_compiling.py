@@ -1,6 +1,9 @@
 """Students under torch.compile: the whole step is one graph, and one graph does for all tokens."""
 
 import copy
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -21,6 +24,7 @@ import dofla
 from dofla.attention import compiled
 from dofla.errors import DoflaError
 from dofla.serving import CompiledModel, Session
+from dofla.serving.compiled_model import PACKED, Weights, settings
 
 
 def compressed(family: str = "llama", dtype: torch.dtype = torch.float32, head_budgets: str = "even"):
@@ -176,6 +180,54 @@ def test_weights_in_int8_are_compiled():
     assert torch.equal(
         CompiledModel(model).generate(tokens(1, 40), **options), model.generate(tokens(1, 40), **options)
     )
+
+
+SCRIPT = """
+import sys
+import torch
+from torch._dynamo.utils import counters
+from test_compiling import CompiledModel, compressed, tokens
+model, options = compressed(), {"max_new_tokens": 3, "do_sample": False, "pad_token_id": 0}
+with torch.no_grad():
+    model.lm_head.weight.mul_(float(sys.argv[1]))
+found = CompiledModel(model).generate(tokens(1, 20), **options)
+assert torch.equal(found, model.generate(tokens(1, 20), **options))
+print(counters["inductor"]["fxgraph_cache_hit"], counters["inductor"]["fxgraph_cache_miss"])
+"""
+
+
+@pytest.mark.slow
+@needs_kernels
+def test_a_later_process_finds_the_graph_of_the_same_weights(tmp_path):
+    env = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
+    found = [
+        subprocess.run(
+            [sys.executable, "-c", SCRIPT, scale], env=env, capture_output=True, text=True, check=True
+        ).stdout
+        for scale in ("1", "1", "-1")
+    ]
+    assert found == ["0 1\n", "1 0\n", "0 1\n"]
+
+
+def test_the_digest_of_weights_is_of_all_parameters_and_buffers():
+    model = compressed()
+    digests = [Weights(model).uuid()]
+    assert Weights(copy.deepcopy(model)).uuid() == digests[0]
+    for tensor in (model.lm_head.weight, model.model.rotary_emb.inv_freq):
+        with torch.no_grad():
+            tensor.mul_(2)
+        digests.append(Weights(model).uuid())
+    assert len(set(digests)) == 3
+
+
+def test_models_of_other_tensors_than_plain_ones_are_packed_as_torch_does():
+    class Quantized(torch.Tensor):
+        pass
+
+    model = compressed()
+    assert settings(model).keys() > PACKED.keys()
+    model.register_buffer("codes", torch.zeros(2).as_subclass(Quantized))
+    assert settings(model) == PACKED
 
 
 def in_place(model):

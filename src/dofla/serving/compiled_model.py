@@ -1,5 +1,6 @@
 """Tokens from a compiled graph: ``generate`` of a compressed model, by torch.compile."""
 
+import hashlib
 import logging
 import warnings
 from collections.abc import Callable, Sequence
@@ -12,6 +13,7 @@ import torch
 import torch._inductor.config as inductor
 from torch import nn
 from torch._dynamo import lookup_backend
+from torch._inductor.custom_graph_pass import CustomGraphPass
 from transformers import Cache, CompileConfig, PreTrainedModel
 
 from dofla.attention.gpu.operators import update_constants
@@ -33,19 +35,45 @@ PACKED = {
 code and a library's. For one row its own is faster, and for eight rows the library's may be."""
 
 
+class Weights(CustomGraphPass):
+    """A pass that changes no graph. Inductor keeps graphs on disk under a key that leaves out the weights packed into
+    them, but for what its passes say of themselves: this one is a digest of all parameters and buffers.
+
+    Args:
+        model: with plain tensors alone; TypeError for others, as torchao's are.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        found = hashlib.blake2b(digest_size=16)
+        for tensors in (model.named_parameters(), model.named_buffers()):
+            for name, tensor in tensors:
+                if type(tensor) not in (torch.Tensor, nn.Parameter):
+                    raise TypeError(name)
+                found.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
+                found.update(tensor.detach().contiguous().flatten().view(torch.uint8).numpy().data)
+        self.digest = found.hexdigest()
+
+    def __call__(self, graph: torch.fx.Graph) -> None:
+        pass
+
+    def uuid(self) -> str:
+        return self.digest
+
+
 class CompiledModel:
     """A compressed model whose ``generate`` writes tokens from a graph that torch.compile makes of a step.
 
         compiled = dofla.serving.CompiledModel(model)
         compiled.generate(input_ids, max_new_tokens=200)
 
-    The first token takes more than a minute. The graph serves for all lengths, as a state does not grow. On a GPU it is
-    a CUDA graph: a token is one launch instead of hundreds. On a CPU, products with the weights are most of what a
-    token costs, and torch takes them as fast as memory allows only where they are packed for that (:data:`PACKED`).
-    They are packed once, beside those that go on reading prompts, and again when these have been replaced, moved or
-    written to in place (an optimizer's step, ``load_state_dict``), when modules begin or end training, and when the
-    model is restored. What is written through ``weight.data``, or to another attribute of a module, leaves no trace:
-    make another.
+    The first token takes more than a minute; in a later process, with the same weights, a fifth of that, as torch
+    keeps the graph on disk (in ``TORCHINDUCTOR_CACHE_DIR``, with a copy of the weights). The graph serves for all
+    lengths, as a state does not grow. On a GPU it is a CUDA graph: a token is one launch instead of hundreds. On a CPU,
+    products with the weights are most of what a token costs, and torch takes them as fast as memory allows only where
+    they are packed for that (:data:`PACKED`). They are packed once, beside those that go on reading prompts, and again
+    when these have been replaced, moved or written to in place (an optimizer's step, ``load_state_dict``), when modules
+    begin or end training, and when the model is restored. What is written through ``weight.data``, or to another
+    attribute of a module, leaves no trace: make another.
 
     Args:
         model: a compressed causal language model, which stays as it is.
@@ -60,6 +88,7 @@ class CompiledModel:
         if any(layer.beside_softmax for layer in Converted.of(self.model).layers.values()):
             raise DoflaError("some layers are softmax, and their cache grows: compress them all to compile generate")
         self._marks: list[Any] = []
+        self._settings: dict[str, Any] = {}  # of inductor
         self._own: Any = None
 
     def generate(self, *args: Any, **options: Any) -> Any:
@@ -67,14 +96,16 @@ class CompiledModel:
         on_gpu = device_of(self.model).type != "cpu"
         marks = [] if on_gpu else _marks(self.model)  # a CUDA graph reads the weights of the model
         if self._own is None or marks != self._marks:
-            logger.warning("torch.compile makes a graph of a token's step, which takes a minute or two")
+            logger.warning(
+                "torch.compile makes a graph of a token's step, which takes a minute or two the first time"
+            )
+            self._settings = {} if on_gpu else settings(self.model)
             self._own, self._config, self._marks = view(self.model), self._fresh(on_gpu), marks
         if not any(isinstance(value, Cache) for value in options.values()):
             options.setdefault("cache_implementation", "static")
         if on_gpu:
             update_constants()
-        # As an option of torch.compile it comes too late for dynamo, and does nothing.
-        with nullcontext() if on_gpu else inductor.patch(PACKED):
+        with inductor.patch(self._settings):  # as an option of torch.compile freezing comes too late, and does nothing
             return self._own.generate(*args, compile_config=self._config, **options)
 
     def _fresh(self, on_gpu: bool) -> CompileConfig:
@@ -85,6 +116,17 @@ class CompiledModel:
         vars(config).update(own_graph(self.model, config.backend))
         config._compile_all_devices = True  # type: ignore[assignment] # otherwise on GPUs alone
         return config
+
+
+def settings(model: nn.Module) -> dict[str, Any]:
+    """Settings of inductor on a CPU: :data:`PACKED`, and what makes it keep the graph on disk for other processes, if
+    all weights are plain tensors and nobody has a pass of his own there."""
+    if inductor.post_grad_custom_post_pass is not None:
+        return PACKED
+    try:
+        return PACKED | {"post_grad_custom_post_pass": Weights(model)}
+    except TypeError:
+        return PACKED
 
 
 def own_graph(model: nn.Module, backend: str | Callable[..., Any] = "inductor") -> dict[str, Any]:
@@ -104,7 +146,11 @@ def own_graph(model: nn.Module, backend: str | Callable[..., Any] = "inductor") 
     def compiled(*graph: Any) -> Any:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="TypedStorage")  # inductor's own, while it tries products
-            return compile(*graph)
+            warnings.filterwarnings("ignore", message="TF32 acceleration")  # of the flags below, which set all
+            # Tensors packed by mkldnn cannot be kept on disk; those that inductor packs itself can.
+            kept = isinstance(inductor.post_grad_custom_post_pass, Weights)
+            with torch.backends.mkldnn.flags(enabled=False) if kept else nullcontext():
+                return compile(*graph)
 
     filters = hasattr(torch.compiler, "skip_guard_on_all_nn_modules_unsafe")
     apart = "isolate_recompiles" in signature(torch.compile).parameters
