@@ -96,9 +96,7 @@ class CompiledModel:
         on_gpu = device_of(self.model).type != "cpu"
         marks = [] if on_gpu else _marks(self.model)  # a CUDA graph reads the weights of the model
         if self._own is None or marks != self._marks:
-            logger.warning(
-                "torch.compile makes a graph of a token's step, which takes a minute or two the first time"
-            )
+            logger.warning("torch.compile makes a graph of a token's step, which takes a minute or two the first time")
             self._settings = {} if on_gpu else settings(self.model)
             self._own, self._config, self._marks = view(self.model), self._fresh(on_gpu), marks
         if not any(isinstance(value, Cache) for value in options.values()):
