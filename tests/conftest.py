@@ -21,6 +21,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import pytest
 import torch
 import trials
+from hypothesis import settings
 from tiny_families import teacher
 from transformers import (
     AutoTokenizer,
@@ -39,6 +40,9 @@ from dofla.integration.surgery import convert
 from dofla.linear import Plan
 from dofla.plans.layers import CompressedLayer, FeatureLayer, LayerPlan
 from dofla.runs.demo import model_path
+
+settings.register_profile("any machine", deadline=None)  # times decide no test
+settings.load_profile("any machine")
 
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 logging.set_verbosity_error()

@@ -23,7 +23,7 @@ def oracle(q, k, v, fm, scaling, **kwargs):
     return naive_attention(a, b, v, query=q, key=k, scaling=scaling, **kwargs)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     seed=st.integers(0, 2**31),
     batch=st.integers(1, 3),
@@ -44,7 +44,7 @@ def test_attend_is_the_oracle(seed, batch, heads, groups, length, window, sinks,
     torch.testing.assert_close(got, oracle(q, k, v, fm, **options), rtol=1e-9, atol=1e-9)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     seed=st.integers(0, 2**31),
     length=st.integers(2, 200),
@@ -89,7 +89,7 @@ def test_long_vectors_give_no_nan():
     assert torch.isfinite(state.features.mean).all()
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(seed=st.integers(0, 2**31), spread=st.sampled_from([1.0, 30.0, 200.0]))
 def test_log_kernel_is_exact_in_float32(seed, spread):
     g = torch.Generator().manual_seed(seed)

@@ -35,7 +35,7 @@ def calibrated(x, bits=3.0, weighing=None):
     return coder
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.sampled_from([(1, 10), (2, 6), (3, 4), (4, 3), (5, 2)]), st.integers(0, 2**31))
 def test_no_ring_that_closes_in_the_same_state_is_better(kind, seed):
     bits, length = kind
@@ -74,7 +74,7 @@ def test_scales_are_off_by_half_a_step_at_most(size):
     assert abs(math.log2(found / scale)) <= 1 / 32 + 2**-20  # a step is a sixteenth of a factor of two
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.integers(1, MOST_BITS), st.sampled_from([8, 16]), st.integers(0, 2**31))
 def test_bytes_hold_the_codes(bits, size, seed):
     codes = torch.randint(2**bits, (3, 5, size), generator=torch.Generator().manual_seed(seed)).to(torch.uint8)
@@ -83,7 +83,7 @@ def test_bytes_hold_the_codes(bits, size, seed):
     assert torch.equal(from_bytes(packed, bits), codes)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.integers(0, 2**31), st.floats(-30, 30))
 def test_blocks_are_whole_numbers_that_float32_adds_exactly(seed, exponent):
     x = torch.randn(20, 16, generator=torch.Generator().manual_seed(seed)) * 2.0**exponent
@@ -104,7 +104,7 @@ def test_normal_numbers_are_kept_as_well(bits):
     assert 0.95 * DISTORTION[bits] < found < 1.05 * DISTORTION[bits] + 0.022**2 + 1 / (12 * 40**2)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.integers(1, MOST_BITS), st.integers(0, 2**31), st.floats(-7, 7))
 def test_blocks_keep_their_length(bits, seed, exponent):
     x = torch.randn(20, 16, generator=torch.Generator().manual_seed(seed))
@@ -124,7 +124,7 @@ def test_calibrated_blocks_have_size_1():
     torch.testing.assert_close(rotated.square().mean((0, 2, 4)), torch.ones(2, 4), rtol=2e-3, atol=0)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(
     seed=st.integers(0, 2**31),
     dim=st.sampled_from([16, 24, 32, 64, 80, 128, 256]),

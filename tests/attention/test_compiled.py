@@ -92,7 +92,7 @@ def assert_states_agree(got: HybridState, expected: HybridState, value: torch.Te
                 assert torch.equal(a, b), name
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     seed=st.integers(0, 2**31), shape=SHAPES, length=LENGTHS, with_maps=st.booleans(), count=st.sampled_from([1, 2, 3])
 )
@@ -114,7 +114,7 @@ def test_the_linear_kernel_is_the_oracle(seed, shape, length, with_maps, count):
     assert_states_agree(HybridState(state), HybridState(naive_state(b, value.double(), log_weight)), s.value)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     seed=st.integers(0, 2**31),
     shape=SHAPES,

@@ -15,7 +15,7 @@ WAYS = pytest.mark.parametrize("kernels", [pytest.param(True, marks=needs_kernel
 OTHER = HeadSizes(window=7, sinks=0, newest=1, heavy_hitters=20)
 
 
-@settings(max_examples=5, deadline=None)
+@settings(max_examples=5)
 @given(
     seed=st.integers(0, 2**31),
     shape=HEADS,

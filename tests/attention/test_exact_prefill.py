@@ -81,7 +81,7 @@ def held_positions(heads, state, key):
 
 
 @given(SIZES, st.integers(2, 180), st.integers(0, 100))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_output_is_exact_and_the_tokens_of_highest_score_are_retained(sizes, length, seed):
     heads, inputs = sample(seed, sizes, 2, length)
     out, state = step(heads, inputs, exact=True)
@@ -102,7 +102,7 @@ def test_output_is_exact_and_the_tokens_of_highest_score_are_retained(sizes, len
 
 
 @given(SIZES, st.integers(60, 180), st.integers(0, 100))
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 def test_important_tokens_are_retained_and_decode_goes_on_with_their_scores(sizes, length, seed):
     heads, inputs = sample(seed, sizes, 2, length)
     importance = torch.rand(2, len(sizes), length, generator=torch.Generator().manual_seed(seed)).square() * 4
@@ -128,7 +128,7 @@ def test_important_tokens_are_retained_and_decode_goes_on_with_their_scores(size
 
 
 @given(SIZES, st.integers(2, 60), st.integers(0, 100))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 def test_with_room_for_all_the_state_is_that_of_reading_token_by_token(sizes, length, seed):
     heads, inputs = sample(seed, [size._replace(heavy_hitters=150 + size.newest) for size in sizes], 2, length)
     opened = [heads.layout.open(step(heads, inputs, exact=exact)[1]) for exact in (True, False)]
@@ -144,7 +144,7 @@ def test_with_room_for_all_the_state_is_that_of_reading_token_by_token(sizes, le
 
 
 @given(SIZES, st.lists(st.integers(1, 70), min_size=2, max_size=4), st.integers(0, 100))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 def test_later_calls_attend_to_what_is_held_and_to_themselves(sizes, parts, seed):
     """Against float64 attention to the keys and values that the state decodes to."""
     heads, (query, key, value) = sample(seed, sizes, 1, sum(parts))

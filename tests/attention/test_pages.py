@@ -59,7 +59,7 @@ def check(layer, calls, groups, exact=False):
 
 
 @needs_kernels
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(shape=HEADS, calls=CALLS, groups=st.sampled_from([1, 3]))
 def test_pages_are_read_and_written_by_the_kernels(shape, calls, groups):
     check(layer_of(**shape), calls, groups)

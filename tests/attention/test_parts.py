@@ -13,7 +13,7 @@ from dofla.plans.layers import CompressedLayer
 GROWS = HeadSizes(window=5, sinks=2, newest=1, heavy_hitters=0)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.lists(st.sampled_from([SIZE, MOST, GROWS]), min_size=1, max_size=6), st.data())
 def test_they_give_what_they_give_in_the_layer_of_all(sizes, data):
     heads = data.draw(st.lists(st.sampled_from(range(len(sizes))), unique=True, min_size=1))

@@ -53,7 +53,7 @@ def matrix(rows, columns, more, generator):
     return torch.randn(rows, columns + more, generator=generator)[:, :columns]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     rows=st.sampled_from([1, 3, 4, 6, 16, 64]),
     columns=st.integers(1, 150),

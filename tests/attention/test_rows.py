@@ -32,7 +32,7 @@ def same(some, others):
     return all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(some, others, strict=True))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(seed=st.integers(0, 2**31), parts=PARTS_OF_ROWS, batch=st.sampled_from([(), (1,), (3,)]))
 def test_parts_come_back_from_rows_as_they_were(seed, parts, batch):
     rows, given_in = Rows(parts), numbers(seed, parts, *batch)
@@ -45,7 +45,7 @@ def test_parts_come_back_from_rows_as_they_were(seed, parts, batch):
     assert all((part.data_ptr() - joined.data_ptr()) % ALIGNMENT == 0 for part in rows.cut(joined))
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(seed=st.integers(0, 2**31), parts=PARTS_OF_ROWS)
 def test_what_is_done_to_rows_is_done_to_all_parts(seed, parts):
     rows, given_in, order = Rows(parts), numbers(seed, parts, 4), torch.tensor([2, 0, 0])
@@ -66,7 +66,7 @@ def tensors(contents: list[Contents]) -> list[torch.Tensor]:
     return [part for kind in kinds if kind is not None for part in vars(kind).values()]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(shape=HEADS)
 def test_tokens_come_back_from_a_state_as_they_were(shape):
     layout = layout_of(shape)
@@ -85,7 +85,7 @@ def test_tokens_come_back_from_a_state_as_they_were(shape):
     assert all((part.data_ptr() - closed.rows.data_ptr()) % ALIGNMENT == 0 for part in tensors(layout.open(closed)))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(shape=HEADS)
 def test_every_sequence_begins_with_nothing(shape):
     layout = layout_of(shape)
@@ -98,7 +98,7 @@ def test_every_sequence_begins_with_nothing(shape):
     assert torch.equal(layout.close(layout.open(three)).rows, three.rows)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(shape=HEADS)
 def test_a_row_takes_the_bytes_of_its_tokens(shape):
     """A byte per number of a token in int8, and two exponents; in the tier, its bits, scales and a score."""
@@ -129,7 +129,7 @@ def test_capacity_is_little_more_than_the_tokens_and_seldom_changes(tokens):
     assert len({capacity(tokens + n) for n in range(60)}) <= 2
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(shape=HEADS)
 def test_numbers_of_a_head_say_where_its_tokens_begin(shape):
     layout = layout_of(shape)

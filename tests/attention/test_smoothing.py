@@ -106,7 +106,7 @@ def test_states_of_the_kernels_are_those_of_plain_torch(dtype, monkeypatch):
     assert torch.equal(ours[0].rows, plain[0].rows)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.integers(0, 2**31), st.integers(1, 3), st.integers(1, 3), st.sampled_from([torch.float64, torch.float32]))
 def test_scores_change_by_one_number_per_query(seed, heads, groups, dtype):
     generator = torch.Generator().manual_seed(seed)

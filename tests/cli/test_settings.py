@@ -85,7 +85,7 @@ def test_a_wrong_name_or_value_lists_what_there_is(change, words):
         assert word in str(caught.value)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.sampled_from(["length", "holdout", "padded", "dtype", "offload"]), st.text())
 def test_any_value_is_of_the_kind_or_refused_in_one_line(name, text):
     kinds = {"length": int, "holdout": float, "padded": bool, "dtype": (str, type(None)), "offload": (Path, type(None))}

@@ -14,7 +14,7 @@ from dofla.evaluation.embeddings import embedding_figures, spearman
 numbers = st.lists(st.integers(-1000, 1000), min_size=2, max_size=30, unique=True)
 
 
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=25, derandomize=True)
 @given(x=numbers, seed=st.integers(0, 1000))
 def test_spearman_is_the_textbook_formula(x, seed):
     order = torch.randperm(len(x), generator=torch.Generator().manual_seed(seed)).tolist()

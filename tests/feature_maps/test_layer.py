@@ -58,7 +58,7 @@ def layers(draw):
     return make_layer(features, seed, window=window, sinks=sinks, token_dtype=token_dtype)
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=40, derandomize=True)
 @given(
     seed=st.integers(0, 2**31),
     layer=layers(),
@@ -90,7 +90,7 @@ def test_every_map_in_a_layer_of_unequal_heads_is_the_oracle(feature_map, causal
     torch.testing.assert_close(layer(*vectors, **options)[0], expected, rtol=1e-9, atol=1e-9)
 
 
-@settings(max_examples=20, deadline=None, derandomize=True)
+@settings(max_examples=20, derandomize=True)
 @given(seed=st.integers(0, 2**31), layer=layers(), cuts=st.lists(st.integers(1, 19), max_size=19))
 def test_any_split_into_calls_is_one_call_and_keeps_the_same_state(seed, layer, cuts):
     vectors = make_vectors(seed, layer.kv_heads, 2, 20)

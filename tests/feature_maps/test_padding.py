@@ -81,7 +81,7 @@ def some_weights(seed, batch, length, share):
     return real * torch.rand(batch, length, generator=generator).where(torch.tensor(seed % 2 == 0), torch.tensor(1.0))
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=40, derandomize=True)
 @given(
     kind=st.sampled_from(sorted(KINDS)),
     seed=st.integers(0, 2**20),

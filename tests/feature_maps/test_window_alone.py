@@ -31,7 +31,7 @@ def by_loops(query, key, value, weight, window, sinks, causal):
     return out
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=40, derandomize=True)
 @given(
     seed=st.integers(0, 2**30),
     length=st.integers(1, 9),

@@ -36,7 +36,7 @@ def assert_same(model, cache, other, rows=1):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(deadline=None, max_examples=10)
+@settings(max_examples=10)
 @given(st.lists(st.tuples(st.integers(1, 12), st.integers(0, 12)), min_size=1, max_size=6), st.integers(1, 90))
 def test_the_cache_is_that_of_the_tokens_that_stayed(kind, calls, prompt):
     model, kept = model_of(kind), tokens(1, prompt)

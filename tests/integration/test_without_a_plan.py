@@ -18,7 +18,7 @@ from dofla.integration.surgery import answering, even_plan
 from dofla.plans.hybrid import split
 from dofla.plans.layers import FeatureLayer, SoftmaxLayer
 
-quick = settings(max_examples=25, deadline=None, derandomize=True)
+quick = settings(max_examples=25, derandomize=True)
 
 
 @torch.no_grad()

@@ -15,7 +15,7 @@ from dofla.profiles.spectrum import gram_spectrum
 
 seeds = st.integers(0, 2**31 - 1)
 lams = st.floats(-4.0, 1.0).map(lambda exponent: 10.0**exponent)
-quick = settings(max_examples=25, deadline=None, derandomize=True)
+quick = settings(max_examples=25, derandomize=True)
 
 
 class Finite:

@@ -14,7 +14,7 @@ from dofla.plans.knapsack import lower_hull
 
 COST = HeadCost.of(8, 8, 4)
 SHAPE = Shape(2, COST)
-quick = settings(max_examples=25, deadline=None, derandomize=True)
+quick = settings(max_examples=25, derandomize=True)
 
 
 def curve(name, effects=(1.0, 1.0), level=1.0, power=1.0):

@@ -7,7 +7,7 @@ from dofla.feature_maps.cost import HeadCost
 from dofla.plans.hybrid import SINKS, TOKEN_SHARE, split
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60, derandomize=True)
 @given(
     size=st.integers(0, 1_000_000),
     head_dim=st.integers(1, 256),

@@ -114,7 +114,7 @@ def layer_plans(draw):
     return kind(*shape, features=count(1, 300), **exact, **others)
 
 
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=25, derandomize=True)
 @given(
     layers=st.lists(layer_plans(), min_size=1, max_size=5, unique_by=lambda x: x.name),
     model=st.text(max_size=5),

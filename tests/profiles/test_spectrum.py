@@ -19,7 +19,7 @@ from dofla.profiles.spectrum import (
 )
 
 seeds = st.integers(0, 2**31 - 1)
-quick = settings(max_examples=25, deadline=None, derandomize=True)
+quick = settings(max_examples=25, derandomize=True)
 
 
 def some_vectors(seed: int, count: int, dim: int, spread: float = 1.0) -> torch.Tensor:

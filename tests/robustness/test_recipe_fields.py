@@ -53,7 +53,7 @@ def test_every_field_of_a_recipe(made, tmp_path, capsys, monkeypatch, section):
 
 
 @given(st.one_of(st.text(), st.builds("{}={}".format, st.sampled_from(["budget", "data.length", "data"]), st.text())))
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60, derandomize=True)
 def test_any_change_of_a_study_is_taken_or_named(change):
     message = "demo.yaml"
     try:

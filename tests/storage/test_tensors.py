@@ -16,7 +16,7 @@ SHAPES = [(), (0,), (1,), (3,), (2, 3), (0, 4), (2, 1, 2)]
     st.dictionaries(st.text(min_size=1, max_size=5), st.tuples(st.sampled_from(DTYPES), st.sampled_from(SHAPES))),
     st.dictionaries(st.text(min_size=1, max_size=5), st.text(max_size=5), max_size=3),
 )
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_what_was_written_is_read(tmp_path_factory, kinds, metadata):
     path = tmp_path_factory.mktemp("tensors") / "a.safetensors"
     tensors = {name: (torch.rand(shape) * 3).to(dtype) for name, (dtype, shape) in kinds.items() if "__" not in name}
