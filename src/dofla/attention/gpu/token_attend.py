@@ -152,9 +152,7 @@ def _see_tier(
         codes = tl.where(enters, entering_value, value_codes + t * VALUE.size)
         scales = tl.where(enters, entering_value + VALUE.size, value_scales + t * VALUE.blocks)
         values, value_units = integers_of(codes, scales, v, before, bits_of_values, tables, is_token, VALUE)
-        best, share, left = _shares(best, scores)
-        mass = left * mass + tl.sum(share, axis=1)
-        total = left[:, None] * total + _weighted(share, values, value_units, VALUE.padded // VALUE.block)
+        best, mass, total = _attended(best, mass, total, scores, values, value_units, VALUE.padded // VALUE.block)
     return best, mass, total
 
 
@@ -178,6 +176,14 @@ def _shares(best, scores):
     """The largest score so far [R], the weights of tokens with ``scores`` [R, T], and by what earlier ones are less."""
     top = tl.maximum(best, tl.max(scores, axis=1))
     return top, tl.exp(scores - top[:, None]), tl.exp(best - top)
+
+
+@triton.jit
+def _attended(best, mass, total, scores, integers, units, BLOCKS: tl.constexpr):
+    """The largest score [R], the sum of weights [R] and the weighted sum of values [R, N], with those of further
+    tokens, whose scores are [R, T] and values as for :func:`_weighted`."""
+    best, share, left = _shares(best, scores)
+    return best, left * mass + tl.sum(share, axis=1), left[:, None] * total + _weighted(share, integers, units, BLOCKS)
 
 
 @triton.jit
@@ -281,7 +287,5 @@ def _see(
         products = tl.dot(asked, tl.trans(own_keys.to(tl.float16))) * unit[:, None]
         scores = _joined(products, ROWS) * key_unit[None, :]
         scores = tl.where((weight > rows.NOTHING)[None, :], scores + weight[None, :], float("-inf"))
-        best, share, left = _shares(best, scores)
-        mass = left * mass + tl.sum(share, axis=1)
-        total = left[:, None] * total + _weighted(share, own_values, value_unit[:, None], 1)
+        best, mass, total = _attended(best, mass, total, scores, own_values, value_unit[:, None], 1)
     return best, mass, total

@@ -85,7 +85,7 @@ def encode_and_rotate(
 
 @triton.jit
 def _in_summands(rotated, numbers, units, asked, block, KEY: tl.constexpr, SHAPE: tl.constexpr):
-    """Write a block of the queries as factors of products in float16 [SUMMANDS, GROUPS, d]: integers, and the two
+    """Write a block of the queries as factors of products in float16 [3, GROUPS, d]: integers, and the two
     numbers whose sum is a query in units of the integers."""
     BLOCK: tl.constexpr = KEY.block
     GROUPS: tl.constexpr = SHAPE.groups
