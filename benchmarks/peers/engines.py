@@ -38,7 +38,7 @@ from dofla.runs.opening import open_original
 from dofla.storage.files import write_json
 
 sys.path.append(str(Path(__file__).parents[1] / "speed"))
-from int8 import bytes_of, in_int8
+from int8 import bytes_of
 from latency import COMPILED, INT8, pack_weights, token
 from model import machine
 from turns import least
@@ -120,9 +120,9 @@ def in_torch(name: str, cache: str, new_tokens: int) -> dict[str, InTorch]:
     """The original, and compressed models with weights as they came and in int8."""
     found = {SOFTMAX: InTorch(open_original(name, dtype="bfloat16")[0].eval(), False, new_tokens)}
     for kind, options in (("dofla", {"size": cache}), ("dofla, evict=False", {"evict": False})):
-        model, small = (open_original(name, dtype="bfloat16")[0].eval() for _ in range(2))
+        model, small = (open_original(name, dtype=dtype)[0] for dtype in ("bfloat16", "int8"))
         dofla.compress(model, **options)
-        dofla.compress(in_int8(small, False), **options, calibration="base")
+        dofla.compress(small, **options)
         found[kind] = InTorch(model, False, new_tokens)
         found[kind + COMPILED] = InTorch(model, True, new_tokens)
         found[kind + INT8 + COMPILED] = InTorch(small, True, new_tokens)

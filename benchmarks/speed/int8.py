@@ -7,8 +7,8 @@ Of each text: KL divergence from the model as it came, and by how much its loss 
 windows. Then bytes of all weights, milliseconds of a token after a prompt of random tokens, and beside them what they
 are to softmax attention's. With ``--compile`` all stand there once more under torch.compile with packed weights and, of
 softmax attention, a static cache, as ``dofla.serving.CompiledModel`` has it. All take turns at every token, and of each
-the least time is taken, as others on the machine can only add to it. The output layer stays as it is, unless
-``--output-layer`` puts it into int8 as well, apart from the embedding that it shares weights with.
+the least time is taken, as others on the machine can only add to it. Models in int8 are those that ``--set dtype=int8``
+opens.
 """
 
 from __future__ import annotations
@@ -21,9 +21,8 @@ import transformers
 import typer
 from latency import COMPILED, INT8, KINDS, pack_weights, token
 from model import machine
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import cross_entropy
-from torchao.quantization import Int8WeightOnlyConfig, quantize_
 from transformers import PreTrainedModel
 from turns import least
 
@@ -35,24 +34,20 @@ def main(
     model: Annotated[str, typer.Argument(help="A folder or a name on the hub.")],
     text: Annotated[list[Path] | None, typer.Option(help="To judge on; repeatable; default none.")] = None,
     size: Annotated[str, typer.Option(help="Of the compressed caches.")] = "1.5MiB",
-    dtype: str = "bfloat16",
     length: Annotated[int, typer.Option(help="Tokens of a window.")] = 2048,
     windows: Annotated[int, typer.Option(help="Of each text, spread over it evenly.")] = 4,
     context: Annotated[int, typer.Option(help="Tokens before those timed.")] = 512,
     new_tokens: Annotated[int, typer.Option(help="Tokens timed; 0: none.")] = 24,
     compile: Annotated[bool, typer.Option("--compile", help="Tokens under torch.compile as well.")] = False,
-    output_layer: Annotated[bool, typer.Option("--output-layer", help="Put the output layer into int8 too.")] = False,
 ) -> None:
     transformers.logging.set_verbosity_error()
     pack_weights()
     print(", ".join(f"{key} {value}" for key, value in machine("cpu").items()))
     models = {}
     for kind in (*KINDS, *(kind + INT8 for kind in KINDS)):
-        models[kind], tokenizer = open_original(model, dtype=dtype)
-        if kind.endswith(INT8):
-            in_int8(models[kind], output_layer)
-        if kind.startswith("compressed"):  # the calibration of the weights as they came is that of both
-            dofla.compress(models[kind], size=size, calibration="base" if kind.endswith(INT8) else None)
+        models[kind], tokenizer = open_original(model, dtype="int8" if kind.endswith(INT8) else None)
+        if kind.startswith("compressed"):
+            dofla.compress(models[kind], size=size)
     for path in text or []:
         ids = dofla.token_windows(path, tokenizer, length=length, split="all").input_ids
         found = figures(models, ids[torch.linspace(0, len(ids) - 1, windows).long()])
@@ -68,15 +63,6 @@ def main(
             print(f"{f'ms of a token after {context}':<32}" + "".join(f"{1e3 * x:>18.1f}" for x in taken.values()))
             ratios = (x / taken["softmax"] for x in taken.values())
             print(f"{'beside softmax' + way:<32}" + "".join(f"{x:>18.2f}" for x in ratios), flush=True)
-
-
-def in_int8(model: PreTrainedModel, output_layer: bool = True) -> PreTrainedModel:
-    """The model with the weights of its linear layers in int8. (The settings of inductor that torchao would change are
-    left, as the other models run with them.)"""
-    head = None if output_layer else model.get_output_embeddings()
-    config = Int8WeightOnlyConfig(set_inductor_config=False)
-    quantize_(model, config, lambda layer, _: isinstance(layer, nn.Linear) and layer is not head)
-    return model
 
 
 @torch.inference_mode()

@@ -188,8 +188,12 @@ import torch
 from torch._dynamo.utils import counters
 from test_compiling import CompiledModel, compressed, tokens
 model, options = compressed(), {"max_new_tokens": 3, "do_sample": False, "pad_token_id": 0}
+model.to(getattr(torch, sys.argv[3]))
 with torch.no_grad():
     model.lm_head.weight.mul_(float(sys.argv[1]))
+if sys.argv[2] == "int8":
+    from torchao.quantization import Int8WeightOnlyConfig, quantize_
+    quantize_(model, Int8WeightOnlyConfig(set_inductor_config=False))
 found = CompiledModel(model).generate(tokens(1, 20), **options)
 assert torch.equal(found, model.generate(tokens(1, 20), **options))
 print(counters["inductor"]["fxgraph_cache_hit"], counters["inductor"]["fxgraph_cache_miss"])
@@ -198,11 +202,14 @@ print(counters["inductor"]["fxgraph_cache_hit"], counters["inductor"]["fxgraph_c
 
 @pytest.mark.slow
 @needs_kernels
-def test_a_later_process_finds_the_graph_of_the_same_weights(tmp_path):
+@pytest.mark.parametrize(("weights", "dtype"), [("plain", "float32"), ("int8", "bfloat16")])
+def test_a_later_process_finds_the_graph_of_the_same_weights(tmp_path, weights, dtype):
+    if weights == "int8":
+        pytest.importorskip("torchao")
     env = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
     found = [
         subprocess.run(
-            [sys.executable, "-c", SCRIPT, scale], env=env, capture_output=True, text=True, check=True
+            [sys.executable, "-c", SCRIPT, scale, weights, dtype], env=env, capture_output=True, text=True, check=True
         ).stdout
         for scale in ("1", "1", "-1")
     ]
@@ -228,6 +235,22 @@ def test_models_of_other_tensors_than_plain_ones_are_packed_as_torch_does():
     assert settings(model).keys() > PACKED.keys()
     model.register_buffer("codes", torch.zeros(2).as_subclass(Quantized))
     assert settings(model) == PACKED
+
+
+def test_graphs_of_weights_in_int8_are_kept_if_all_are():
+    torchao = pytest.importorskip("torchao.quantization")
+    model, config = compressed().to(torch.bfloat16), torchao.Int8WeightOnlyConfig(set_inductor_config=False)
+    torchao.quantize_(model.model, config)
+    assert settings(model) == PACKED  # mkldnn packs the output layer
+    torchao.quantize_(model.lm_head, config)
+    first = Weights(model)
+    assert not first.plain
+    with torch.no_grad():
+        model.lm_head.weight.scale.mul_(2)
+    assert Weights(model).uuid() != first.uuid()
+    in_float32 = compressed()
+    torchao.quantize_(in_float32, config)
+    assert Weights(in_float32).plain
 
 
 def in_place(model):

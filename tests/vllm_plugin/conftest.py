@@ -7,9 +7,10 @@ from importlib.util import find_spec
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM, TorchAoConfig
+from transformers import Qwen2Config, Qwen2ForCausalLM
 
 import dofla
+from dofla.runs.opening import open_original
 
 if find_spec("vllm") is None:
     collect_ignore_glob = ["*.py"]
@@ -120,14 +121,11 @@ def check_sliding(sliding, prompts):
 
 @pytest.fixture(scope="session", autouse=True)
 def int8(tmp_path_factory, prompts):
-    """The folder of a model whose weights torchao has quantized, and :func:`check` of it."""
+    """The folder of a model with the weights of its linear layers in int8, and :func:`check` of it."""
     if find_spec("torchao") is None:
         return None
-    from torchao.quantization import Int8WeightOnlyConfig
-
-    (_, base), (_, tokenizer, _) = saved(tmp_path_factory.mktemp("base")), dofla.demo()
-    quantized = TorchAoConfig(Int8WeightOnlyConfig(set_inductor_config=False))
-    model = AutoModelForCausalLM.from_pretrained(base, quantization_config=quantized, dtype=torch.float32)
+    _, base = saved(tmp_path_factory.mktemp("base"))
+    model, tokenizer = open_original(str(base), dtype="int8")
     _, folder = compressed_in(tmp_path_factory.mktemp("int8"), model, tokenizer, ratio=4, head_budgets="even")
     return folder, check_of(model, prompts)
 

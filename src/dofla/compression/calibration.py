@@ -28,9 +28,9 @@ from dofla.storage.tensors import read_tensors, write_tensors
 
 logger = logging.getLogger(__name__)
 
-SAME = 0.02
-"""Relative difference of a few weights up to which models count as the same: eight bits change less, and fine-tuning of
-all weights more."""
+SAME = 0.03
+"""Relative difference of a few weights up to which models count as the same: eight bits change less (2.7 % of
+Qwen2.5-Coder-0.5B, which has outliers in its rows), and fine-tuning of all weights more."""
 _FORMAT = "3"
 _SIDES, _MEANS = ("queries", "keys", "values"), ("key_mean", "value_mean")
 

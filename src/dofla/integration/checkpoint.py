@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 from transformers.utils import CONFIG_NAME
+from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from dofla.attention.coding.coder import check_coders
 from dofla.errors import DoflaError, about, first_line
@@ -291,7 +292,8 @@ def load_model(
         **kwargs: for ``from_pretrained``.
 
     Raises:
-        DoflaError: no such model, no such class, or a checkpoint that does not load.
+        DoflaError: no such model, no such class, a ``quantization_config`` for one that has another, or a checkpoint
+            that does not load.
     """
     check_model(str(name))
     # Without the safetensors flag transformers would fall back to pickled weights.
@@ -301,6 +303,7 @@ def load_model(
     options = {"trust_remote_code": trust_remote_code, "ignore_mismatched_sizes": True, "output_loading_info": True}
     try:
         config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
+        _check_quantization(config, kwargs.get("quantization_config"))
         auto = class_of(config, class_name, trust_remote_code)
         warn_of_memory(config, getattr(auto, "from_config", auto), kwargs)
         model, loaded = auto.from_pretrained(name, **options, **kwargs)
@@ -316,3 +319,12 @@ def load_model(
         raise DoflaError(f"cannot load model {str(name)!r}: {key} is {list(found)}, not {list(expected)}")
     warn_of_slow_products(device_of(model), model.dtype)
     return model.eval()
+
+
+def _check_quantization(config: PreTrainedConfig, given: QuantizationConfigMixin | None) -> None:
+    own = getattr(config, "quantization_config", None)
+    method = own.get("quant_method") if isinstance(own, dict) else getattr(own, "quant_method", None)
+    if given is None or method in (None, given.quant_method):
+        return
+    what = "compressed" if method == METHOD else f"quantized by {method}"
+    raise DoflaError(f"it is {what} already and keeps its weights: quantize the model that it was made from")

@@ -14,6 +14,7 @@ from dofla.data import TokenWindows, read_documents
 from dofla.errors import DoflaError, check_choice, first_line
 from dofla.integration.checkpoint import load, load_model
 from dofla.integration.contents import check_original
+from dofla.integration.int8_weights import load_in_int8
 from dofla.integration.packages import packaged_path
 from dofla.integration.precision import half_is_slow
 from dofla.integration.reading import check_readable
@@ -23,6 +24,8 @@ from dofla.runs.recipe import DataSpec
 from dofla.runs.view import View
 
 logger = logging.getLogger(__name__)
+INT8 = "int8"
+"""The ``dtype`` of a model whose weights are in int8."""
 _TOKENIZERS = ("*token*", "vocab*", "*.model", "*.spm", "merges*")  # names of files
 
 
@@ -86,6 +89,7 @@ def open_converted(
     Args:
         name: of the model.
         dtype: to load it in; default that of the checkpoint, or float32 on processors that are slow in half precision.
+            With int8 the weights of linear layers are in that (torchao), all else as by default.
         base_model: where an adapter's base is, if not where the adapter says; any name that :func:`open_original`
             takes.
         device: see :func:`device_of`.
@@ -109,12 +113,14 @@ def _placed(
         raise DoflaError(f"device is {device!r}: with offload accelerate places the layers, so leave device out")
     place = device_of("auto" if offload else device)
     options: dict[str, Any] = {"device_map": "auto", "offload_folder": offload} if offload else {}
-    if dtype is not None:
+    if dtype == INT8 and offload is not None:
+        raise DoflaError("dtype is int8: with offload weights stay as they are, so leave one of them out")
+    if dtype not in (None, INT8):
         options["dtype"] = dtype_of(dtype)
     elif place.type == "cpu" and half_is_slow():
         logger.info("models open in float32, as this processor is slow in bfloat16 (--set dtype=bfloat16: in that)")
         options["dtype"] = torch.float32
-    model = load(**options)
+    model = load_in_int8(load, **options) if dtype == INT8 else load(**options)
     return model if device is None else model.to(place)  # type: ignore[arg-type] # transformers wraps it
 
 
@@ -167,5 +173,5 @@ def reader_of(
 def dtype_of(name: str) -> torch.dtype:
     """``float32``, ``bfloat16`` or ``float16`` as a torch dtype."""
     known = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-    check_choice("dtype", name, known)
+    check_choice("dtype", name, [*known, INT8])
     return known[name]

@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 import torch._inductor.config as inductor
-from torch import nn
+from torch import Tensor, nn
 from torch._dynamo import lookup_backend
 from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers import Cache, CompileConfig, PreTrainedModel
 
 from dofla.attention.gpu.operators import update_constants
@@ -40,17 +41,27 @@ class Weights(CustomGraphPass):
     them, but for what its passes say of themselves: this one is a digest of all parameters and buffers.
 
     Args:
-        model: with plain tensors alone; TypeError for others, as torchao's are.
+        model: whose linear layers have plain weights, or all of them weights made of plain tensors (torchao's);
+            TypeError for others.
+
+    Attributes:
+        digest: in hexadecimal digits.
+        plain: True if products are with plain weights. Those of torchao are taken as they are in bfloat16 alone; in
+            float32 the graph has plain ones made of them.
     """
 
     def __init__(self, model: nn.Module) -> None:
+        weights = [layer.weight for layer in model.modules() if isinstance(layer, nn.Linear)]
+        kinds = {type(weight) is nn.Parameter or weight.dtype == torch.float32 for weight in weights}
+        if len(kinds) > 1:
+            raise TypeError("weights of linear layers are plain here and quantized there")
+        self.plain = kinds != {False}
         found = hashlib.blake2b(digest_size=16)
         for tensors in (model.named_parameters(), model.named_buffers()):
             for name, tensor in tensors:
-                if type(tensor) not in (torch.Tensor, nn.Parameter):
-                    raise TypeError(name)
-                found.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
-                found.update(tensor.detach().contiguous().flatten().view(torch.uint8).numpy().data)
+                for part in _parts(tensor):
+                    found.update(f"{name} {part.dtype} {list(part.shape)}".encode())
+                    found.update(part.detach().contiguous().flatten().view(torch.uint8).numpy().data)
         self.digest = found.hexdigest()
 
     def __call__(self, graph: torch.fx.Graph) -> None:
@@ -116,9 +127,18 @@ class CompiledModel:
         return config
 
 
+def _parts(tensor: Tensor) -> list[Tensor]:
+    """The plain tensors that a tensor is made of; TypeError if it does not say which."""
+    if type(tensor) in (Tensor, nn.Parameter):
+        return [tensor]
+    if not is_traceable_wrapper_subclass(tensor):
+        raise TypeError(type(tensor).__name__)
+    return [part for name in tensor.__tensor_flatten__()[0] for part in _parts(getattr(tensor, name))]
+
+
 def settings(model: nn.Module) -> dict[str, Any]:
     """Settings of inductor on a CPU: :data:`PACKED`, and what makes it keep the graph on disk for other processes, if
-    all weights are plain tensors and nobody has a pass of his own there."""
+    :class:`Weights` knows all weights and nobody has a pass of his own there."""
     if inductor.post_grad_custom_post_pass is not None:
         return PACKED
     try:
@@ -145,9 +165,10 @@ def own_graph(model: nn.Module, backend: str | Callable[..., Any] = "inductor") 
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="TypedStorage")  # inductor's own, while it tries products
             warnings.filterwarnings("ignore", message="TF32 acceleration")  # of the flags below, which set all
-            # Tensors packed by mkldnn cannot be kept on disk; those that inductor packs itself can.
-            kept = isinstance(inductor.post_grad_custom_post_pass, Weights)
-            with torch.backends.mkldnn.flags(enabled=False) if kept else nullcontext():
+            # Tensors packed by mkldnn cannot be kept on disk; those that inductor packs itself can. Weights in int8 are
+            # not packed, and their products go by patterns that inductor has with mkldnn alone.
+            kept = inductor.post_grad_custom_post_pass
+            with torch.backends.mkldnn.flags(enabled=False) if getattr(kept, "plain", False) else nullcontext():
                 return compile(*graph)
 
     filters = hasattr(torch.compiler, "skip_guard_on_all_nn_modules_unsafe")

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 from vllm.config import VllmConfig
 from vllm.model_executor.layers.mamba.mamba_utils import MambaStateCopyFunc, get_temporal_copy_spec
 from vllm.model_executor.models.interfaces import HasInnerState, IsAttentionFree, IsHybrid, SupportsMambaPrefixCaching
@@ -65,6 +67,14 @@ class _Compressed(TransformersForCausalLM, HasInnerState, SupportsMambaPrefixCac
                 "save the model again with this dofla"
             )
         self.hf_to_vllm_mapper |= WeightsMapper(orig_to_new_substr={".dofla.": f".{VLLM_ATTN_ATTR}."})
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
+        """See vLLM, which has no product with an output layer in int8: it gets the numbers that the integers stand
+        for."""
+        return super().load_weights(
+            (name, weight.dequantize() if name.endswith("lm_head.weight") and hasattr(weight, "qdata") else weight)
+            for name, weight in weights
+        )
 
     def _check(self, plan: Plan) -> None:
         """Refuse by name what is not supported.
