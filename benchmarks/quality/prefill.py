@@ -37,6 +37,7 @@ def main(
     calibrate: Annotated[str | None, typer.Option(help="Calibration text; default the calibration known.")] = None,
     text: Annotated[list[Path] | None, typer.Option(help="Texts to evaluate on; repeatable.")] = None,
     size: Annotated[str, typer.Option(help="Of the compressed cache.")] = "1.5MiB",
+    no_evict: Annotated[bool, typer.Option("--no-evict", help="A cache that holds every token instead.")] = False,
     calibration: Annotated[Path | None, typer.Option(help="Saved calibration.")] = None,
     length: Annotated[int, typer.Option(help=f"Tokens per window, of which {WRITTEN} come after the prompt.")] = 2048,
     windows: Annotated[int, typer.Option(help="Windows of each text, spread over it evenly.")] = 4,
@@ -54,10 +55,12 @@ def main(
         known = dofla.calibrate(original, read, tokenizer=tokenizer)
     right = {name: losses(original, rows, length) for name, rows in texts.items()}
     shown = table("prefill", *texts, "mean", gap=2)
-    ways = [("sequential", length), *(("exact", n) for n in split or [512, 2048, 8192]), ("twice", length)]
+    ways = [("sequential", length), *(("exact", n) for n in split or [512, 2048, 8192])]
+    if not no_evict:
+        ways.append(("twice", length))
+    cache = {"evict": False} if no_evict else {"size": size, "retrieval_heads": 0}
     for way, tokens in ways:
-        options = {"calibration": known, "retrieval_heads": 0, "prefill": way}
-        compressed = dofla.compress(original, size=size, tokenizer=tokenizer, **options)
+        compressed = dofla.compress(original, calibration=known, tokenizer=tokenizer, prefill=way, **cache)
         found = [losses(compressed, rows, tokens) - right[name] for name, rows in texts.items()]
         means = [x.mean().item() for x in found]
         shown.add_row(f"{way}, {tokens}", *(f"{x:.4f}" for x in means), f"{sum(means) / len(means):.4f}")

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from arithmetic import sum_error
-from compressed_heads import SCALING, heads_of, padded, step, vectors
+from compressed_heads import SCALING, assert_holds, heads_of, naive, padded, run, step, vectors
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -24,6 +24,8 @@ SIZES = st.lists(
     max_size=3,
 )
 """Of three KV heads, which may differ in their windows too."""
+GROWING = st.lists(st.sampled_from([HeadSizes(5, 2, 1, 0), HeadSizes(40, 0, 1, 0)]), min_size=1, max_size=3)
+"""Of KV heads that hold every token."""
 
 
 def sample(seed, sizes, batch, length):
@@ -54,7 +56,8 @@ def scores_of(share, window, sinks):
 def held_tokens(heads, state):
     """Of each sequence and KV head, the keys [n, d] and values [n, dv] that are held: sinks, tier and window."""
     found = {}
-    together = zip(heads.layout.heads, heads.tiers, heads.layout.open(state), strict=True)
+    layout = heads.layout_of(state.rows.shape[-1])
+    together = zip(layout.heads, heads.tiers, layout.open(state), strict=True)
     for own, tier, held in together:
         key, value = (
             coder.unrotate(coder.decode(*codes))
@@ -143,16 +146,32 @@ def test_with_room_for_all_the_state_is_that_of_reading_token_by_token(sizes, le
             assert torch.equal(one, other)
 
 
-@given(SIZES, st.lists(st.integers(1, 70), min_size=2, max_size=4), st.integers(0, 100))
-@settings(max_examples=20)
+@given(GROWING, st.integers(2, 120), st.integers(0, 60), st.booleans(), st.booleans(), st.integers(0, 100))
+@settings(max_examples=40)
+def test_where_nothing_is_evicted_a_prompt_is_read_as_by_softmax_attention(sizes, length, more, pad, kernels, seed):
+    heads, inputs = sample(seed, sizes, 2, length + more)
+    padding = [0, seed % length if pad else 0]
+    weight = padded(padding, length + more) if pad else None
+    cuts = [0, length, length + more] if more else [0, length]
+    out, states, _ = run(heads, inputs, cuts, weight, kernels, exact=True)
+    assert_holds(heads, states[-1], naive(heads, inputs, padding)[1])
+    for n, first in enumerate(padding):
+        right, _ = softmax(*(x[n : n + 1, :, first:length] for x in inputs))
+        bound = 8 * sum_error(length + DIM, float(inputs[2].abs().max()) * 20)
+        assert (out[n : n + 1, :, first:length] - right).abs().max() <= bound
+        assert (out[n, :, :first] == 0).all()
+
+
+@given(st.one_of(SIZES, GROWING), st.lists(st.integers(1, 70), min_size=2, max_size=4), st.integers(0, 100))
+@settings(max_examples=40)
 def test_later_calls_attend_to_what_is_held_and_to_themselves(sizes, parts, seed):
     """Against float64 attention to the keys and values that the state decodes to."""
     heads, (query, key, value) = sample(seed, sizes, 1, sum(parts))
     state, start = None, 0
     for part in parts:
         new, before = slice(start, start + part), state
-        out, state = step(heads, [x[:, :, new] for x in (query, key, value)], state, exact=True)
         start += part
+        out, state = step(heads, [x[:, :, new] for x in (query, key, value)], state, exact=True, room=start)
         if before is None or part == 1:
             continue
         for (_, head), (keys, values) in held_tokens(heads, before).items():

@@ -16,8 +16,8 @@ NEW = 40
 
 @pytest.fixture(params=["all heads", "one head"])
 def model(tiny, request):
-    """A model of which all heads hold every token, or one does."""
-    model, options = tiny.llama(), {"evict": False}
+    """A model of which all heads hold every token, or one does; it does not matter to it how a text is cut."""
+    model, options = tiny.llama(), {"evict": False, "prefill": "sequential"}
     calibration = dofla.calibrate(model, tiny.tokens(2, 48))
     if request.param == "one head":
         options = {"size": 6000, "head_budgets": "even", "retrieval_heads": 1}

@@ -68,6 +68,11 @@ class Backend(CodeOperations):
         then the groups are done one by one, in plain torch."""
         return None
 
+    def hold(self, heads: Compressed, call: Call, state: CompressedState) -> CompressedState | None:
+        """The state after the tokens of a call have entered caches, without attention to them. None if there are no
+        kernels for it."""
+        return None
+
     def read_pages(
         self, heads: Compressed, call: Call, pool: Tensor, pages: Tensor, starts: list[int]
     ) -> Tensor | None:

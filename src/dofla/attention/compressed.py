@@ -8,6 +8,7 @@ from torch import Tensor
 from dofla.attention.backend import REGISTERED, Backend
 from dofla.attention.backends import backend_for
 from dofla.attention.call import Call
+from dofla.attention.causal import causal
 from dofla.attention.coding import Tier
 from dofla.attention.constants import LOG_ZERO
 from dofla.attention.eight_bits import PackedTokens, rounded
@@ -32,13 +33,14 @@ class CompressedHeads(HeadGroup[CompressedState]):
     Attributes:
         layouts: of states.
         layout: the smallest of them.
+        evicts: False if all heads hold every token.
         tiers: of each group of the layout.
     """
 
     def __init__(self, sizes: Sequence[HeadSizes], head_dim: int, value_dim: int, bits: float) -> None:
         super().__init__(range(len(sizes)))
         self.layouts = Layouts(sizes, head_dim, value_dim, bits)
-        self.layout = self.layouts.first
+        self.layout, self.evicts = self.layouts.first, not all(size.grows for size in sizes)
         self.tiers: ModuleList[Tier] = ModuleList(
             Tier(len(heads), head_dim, value_dim, size.newest, size.heavy_hitters, bits)
             for size, heads in zip(self.layout.sizes, self.layout.heads, strict=True)
@@ -73,9 +75,19 @@ class CompressedHeads(HeadGroup[CompressedState]):
             raise DoflaError("a compressed cache got a call that is not causal: keep the layer softmax (keep_softmax)")
         backend = backend_for(call.vectors, () if call.log_weight is None else (call.log_weight,))
         if call.exact and call.query.shape[-2] > 1:
-            return self._exact_prefill(call.smoothed(), state, backend)
+            held = self._hold_all(call, backend) if state is None and not self.evicts else None
+            return held or self._exact_prefill(call.smoothed(), state, backend)
         before = self._with_room(call, state)
         return backend.read_compressed(self, call, before) or self._read(call.smoothed(), before, backend)
+
+    def _hold_all(self, call: Call, backend: Backend) -> tuple[Tensor, CompressedState] | None:
+        """An exact call that begins a sequence, where nothing is evicted: softmax attention, and all tokens enter the
+        state. None if the backend has no kernels for it."""
+        empty = self._first_layout(call).empty(len(call.query), call.query.device)
+        if (after := backend.hold(self, call._replace(in_place=True), empty)) is None:
+            return None
+        real = None if call.log_weight is None else call.log_weight > LOG_ZERO
+        return causal(*call.vectors, call.scaling, real), after
 
     def _exact_prefill(
         self, call: Call, state: CompressedState | None, backend: Backend

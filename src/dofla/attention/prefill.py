@@ -7,6 +7,8 @@ more, as decode counts (:mod:`dofla.attention.coding.heavy_hitters`). The scores
 token drew from a query in the mean of the whole call: by the last queries alone, what the selection retained would soon
 be evicted.
 
+Where every head holds every token, there is nothing to select, and torch's own attention does the rest.
+
 All KV heads with one local window are done at once, whatever the sizes of their tiers, and in the order of their
 groups: on a GPU a prompt of some thousand tokens takes as long as its kernels are many.
 """
@@ -24,6 +26,7 @@ from torch import Tensor
 
 from dofla.attention.backend import Backend
 from dofla.attention.call import Call
+from dofla.attention.causal import causal
 from dofla.attention.coding import CodedTokens, Tier
 from dofla.attention.coding.tokens import gather_tokens
 from dofla.attention.constants import DECAY, FREE, GAIN, LOG_ZERO, MOST_SCORE
@@ -51,8 +54,8 @@ def exact_prefill(
     output [B, H, L, dv] in the dtype of the values, and what the caches hold after.
     """
     (query, key, value), outs, contents = call.vectors, [], list(held or ())
-    importance = None if held else call.importance
-    most = MOST_TOKENS if importance is None else query.shape[2]
+    importance, grow = None if held else call.importance, all(tier.grows for tier in tiers)
+    most = MOST_TOKENS if importance is None and not grow else query.shape[2]
     for start in range(0, query.shape[2], most):
         part = slice(start, start + most)
         log_weight = None if call.log_weight is None else call.log_weight[:, part]
@@ -60,7 +63,11 @@ def exact_prefill(
         new = masked(key[:, :, part], value[:, :, part], log_weight if padded else None)
         past = _Held.of(tiers, contents, backend) if contents else None
         line = _line(past, new, padded)
-        out, drawn = backend.exact_causal(query[:, :, part], line, groups[0].window, groups[0].sinks, call.scaling)
+        if grow:
+            real = None if past is None and not padded else line.rank[:, 0] >= 0  # of all heads
+            out, drawn = causal(query[:, :, part], *line.vectors, call.scaling, real), None
+        else:
+            out, drawn = backend.exact_causal(query[:, :, part], line, groups[0].window, groups[0].sinks, call.scaling)
         outs.append(out.to(value.dtype))
         contents = _retained(tiers, groups, past, line, new, drawn, importance, backend)
     return outs[0] if len(outs) == 1 else torch.cat(outs, 2), contents
@@ -118,7 +125,7 @@ def _retained(
     past: _Held | None,
     line: Line,
     new: TokenBuffer,
-    drawn: Drawn,
+    drawn: Drawn | None,
     importance: Tensor | None,
     backend: Backend,
 ) -> list[Contents]:
@@ -163,7 +170,7 @@ def _select(
     slots: Sequence[int],
     past: _Held | None,
     line: Line,
-    drawn: Drawn,
+    drawn: Drawn | None,
     importance: Tensor | None,
     behind: Tensor,
     new: int,
@@ -175,11 +182,15 @@ def _select(
     sizes = [tier.key.heads for tier in tiers]
     newest = _of_heads([tier.newest for tier in tiers], sizes, device)
     recency, queries = _by_position(tokens, new, device)
-    score, later = drawn.total + drawn.lately + recency, drawn.total / queries
+    if drawn is None:
+        score, later = recency.expand(behind.shape), torch.zeros_like(behind, dtype=torch.float32)
+    else:
+        score, later = drawn.total + drawn.lately + recency, drawn.total / queries
     if importance is not None:
         score, later = score + importance, later + GAIN * importance
-    if past is not None:
-        before = slice(len(past.sinks), len(past.sinks) + past.score.shape[2])
+    held = 0 if past is None else len(past.sinks) + past.score.shape[2]
+    if past is not None and drawn is not None:
+        before = slice(len(past.sinks), held)
         score[:, :, before] += past.score.clamp_min(0) / GAIN
         later[:, :, before] += past.score.clamp_min(0) * (1 - 1 / DECAY) ** new
     score = score.masked_fill(behind < newest, torch.inf).masked_fill(behind < 0, -1.0)
@@ -205,7 +216,7 @@ def _select(
     if past is None:
         return found
     return [
-        _with_codes_of(contents.tier, tokens, index[place] - (before.stop - len(contents.tier)), free[place])
+        _with_codes_of(contents.tier, tokens, index[place] - (held - len(contents.tier)), free[place])
         for contents, tokens, place in zip(past.contents, found, own, strict=True)
     ]
 

@@ -62,8 +62,9 @@ def attach(model: PreTrainedModel, plan: Plan) -> list[AttachedLayer]:
         _check_sizes(layer, modules[-1], positions)
     if plan.prefill == "twice":
         check_reads_twice(model)
+    prefill = "exact" if plan.prefill == "auto" and not plan.evicts else plan.prefill
     for layer, module in zip(converted, modules, strict=True):
-        own = module.dofla = AttachedLayer(layer, len(converted) < len(plan.layers), positions, plan.prefill)
+        own = module.dofla = AttachedLayer(layer, len(converted) < len(plan.layers), positions, prefill)
         own.to(device_of(module))
         own.train(module.training)
         own.hooks = [module.register_forward_pre_hook(hand_over_cache, with_kwargs=True)]

@@ -25,8 +25,8 @@ LENGTHS = (2048, 8192, 32768, 131072)
 PREFILLS = ("auto", "exact", "sequential", "twice")
 """Ways in which several tokens enter a compressed cache: ``exact``, they attend exactly to the cache and to one
 another, and those to retain are selected at the end of the call; ``sequential``, one after the other, as decoding goes
-on; ``auto``, exact on a GPU, where it is faster, and sequential on a CPU; ``twice``, exact, and a prompt is read twice
-more, which tells what is needed later (:mod:`dofla.integration.second_reading`)."""
+on; ``auto``, exact on a GPU, where it is faster, and where nothing is evicted, otherwise sequential; ``twice``, exact,
+and a prompt is read twice more, which tells what is needed later (:mod:`dofla.integration.second_reading`)."""
 
 
 def held_out_line(held_out: Mapping[str, float]) -> str:
@@ -101,6 +101,11 @@ class Plan(Result):
     def growing(self) -> int:
         """KV heads that hold every token in a compressed cache."""
         return sum(size.grows for layer in self.compressed for size in layer.sizes)
+
+    @property
+    def evicts(self) -> bool:
+        """True if any token is ever evicted from a compressed cache."""
+        return self.growing < sum(layer.kv_heads for layer in self.compressed)
 
     def softmax_bytes(self, length: int, dtype: torch.dtype = torch.float32) -> int:
         """Bytes of the key-value cache that softmax attention would keep for ``length`` tokens in all layers."""

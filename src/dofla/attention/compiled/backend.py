@@ -33,16 +33,10 @@ class Compiled(Backend):
     def read_compressed(
         self, heads: Compressed, call: Call, state: CompressedState
     ) -> tuple[Tensor, CompressedState] | None:
-        if call.query.shape[-2] == 0:
-            return None
-        rows = state.rows
-        if not call.in_place or (rows.is_inference() and not torch.is_inference_mode_enabled()):
-            rows = rows.clone()
-        # As `.default`, which torch finds sooner.
-        out = torch.ops.dofla.read_compressed.default(
-            *call.vectors, call.log_weight, rows, *_of_layer(heads, call, rows)
-        )
-        return out, CompressedState(rows)
+        return None if call.query.shape[-2] == 0 else _read(heads, call, state)
+
+    def hold(self, heads: Compressed, call: Call, state: CompressedState) -> CompressedState | None:
+        return _read(heads, call, state, False)[1]
 
     def read_pages(
         self, heads: Compressed, call: Call, pool: Tensor, pages: Tensor, starts: list[int]
@@ -83,6 +77,16 @@ class Compiled(Backend):
             return super().linear_attention(a, b, tokens, state, exact)
         out, _, after = compiled.linear_attention(a, TokenBuffer(b, value, tokens.log_weight), state, exact=exact)
         return out, after
+
+
+def _read(heads: Compressed, call: Call, state: CompressedState, *attend: bool) -> tuple[Tensor, CompressedState]:
+    rows = state.rows
+    if not call.in_place or (rows.is_inference() and not torch.is_inference_mode_enabled()):
+        rows = rows.clone()
+    layer = _of_layer(heads, call, rows)
+    # As `.default`, which torch finds sooner.
+    out = torch.ops.dofla.read_compressed.default(*call.vectors, call.log_weight, rows, *layer, *attend)
+    return out, CompressedState(rows)
 
 
 def _of_layer(heads: Compressed, call: Call, states: Tensor) -> tuple[Any, ...]:

@@ -46,17 +46,18 @@ Tensor output(const Tensor& query, const Tensor& value) {
 
 // query [B, H, L, d], key [B, Hkv, L, d], value [B, Hkv, L, dv], the states [B, bytes], which are updated. Returns the output
 // [B, H, L, dv]. A vector that holds NaN or infinity, which codes cannot keep, is kept as zeros, and the output is NaN: of
-// a query its own row, of a key or a value those of its head from its token on. For torch.compile, shapes.py says shapes again.
+// a query its own row, of a key or a value those of its head from its token on. Without `attend` the output is undefined. For
+// torch.compile, shapes.py says shapes again.
 Tensor read_compressed(const Tensor& query, const Tensor& key, const Tensor& value,
                            const std::optional<Tensor>& log_weight, const Tensor& state, const Tensors& smoothing,
                            const Tensors& keys, const Tensors& values, const Tensor& tables, double scaling, const Integers64& heads,
-                           const Integers64& numbers) {
+                           const Integers64& numbers, bool attend) {
   const Groups groups{heads, numbers, smoothing, keys, values, tables, scaling};
   groups.check(key);
   const Tensor out = output(query, value);
   std::vector<Job> jobs;
   groups.add(jobs, query, key, value, log_weight, States(state), out);
-  query.size(2) == 1 ? decode(jobs) : prefill(jobs);
+  query.size(2) == 1 ? decode(jobs) : prefill(jobs, attend);
   return out;
 }
 
@@ -100,7 +101,7 @@ Tensor read_pages(const Tensor& query, const Tensor& key, const Tensor& value, c
 STABLE_TORCH_LIBRARY_FRAGMENT(dofla, library) {
   library.def(
       "read_compressed(Tensor query, Tensor key, Tensor value, Tensor? log_weight, Tensor(a!) state, Tensor[] smoothing, "
-      "Tensor[] keys, Tensor[] values, Tensor tables, float scaling, int[] heads, int[] groups) -> Tensor");
+      "Tensor[] keys, Tensor[] values, Tensor tables, float scaling, int[] heads, int[] groups, bool attend=True) -> Tensor");
   library.def(
       "read_pages(Tensor query, Tensor key, Tensor value, Tensor(a!) pool, Tensor pages, int[] starts, Tensor[] smoothing, "
       "Tensor[] keys, Tensor[] values, Tensor tables, float scaling, int[] heads, int[] groups) -> Tensor");

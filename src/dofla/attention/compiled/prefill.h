@@ -20,12 +20,13 @@ struct Prompt {
 
 // What threads do of prompts, which may be of different lengths. Of each KV head somebody has to let tokens enter its tier one
 // after the other before blocks of its queries can be read. Whoever is free takes what comes next: first all of the former.
+// Without `attend` there are no blocks.
 class Work {
  public:
-  explicit Work(const std::vector<Job>& jobs)
+  Work(const std::vector<Job>& jobs, bool attend)
       : jobs_(jobs), units_(units_of(jobs)), chosen_(units_.size()) {
     for (const Job& job : jobs) prompts_.emplace_back(job.group);
-    for (std::size_t unit = 0; unit < units_.size(); ++unit) {
+    for (std::size_t unit = 0; attend && unit < units_.size(); ++unit) {
       const std::int64_t length = jobs[units_[unit].group].group.length;
       for (std::int64_t first = 0; first < length; first += kRows) blocks_.push_back({unit, first});
     }
@@ -91,8 +92,8 @@ class Work {
   std::atomic<std::size_t> next_ = 0;
 };
 
-inline void prefill(const std::vector<Job>& jobs) {
-  Work work(jobs);
+inline void prefill(const std::vector<Job>& jobs, bool attend = true) {
+  Work work(jobs, attend);
   torch::stable::parallel_for(0, torch::stable::get_num_threads(), 1, [&](std::int64_t begin, std::int64_t end) {
     for (; begin < end; ++begin) work.take();
   });
