@@ -52,6 +52,35 @@ def test_an_exact_prefill_answers_as_the_original(tiny, windows):
         assert not torch.allclose(read(model, ids).logits, right, atol=1e-2)
 
 
+def test_where_nothing_is_evicted_a_sequence_begins_exactly_and_goes_on_token_by_token(tiny, windows):
+    ids, original = windows[:2], tiny.llama(max_position_embeddings=512)
+    mask = torch.ones_like(ids)
+    mask[1, :30] = 0
+    model = dofla.compress(tiny.llama(max_position_embeddings=512), windows, evict=False)
+    for given in ({}, {"attention_mask": mask, "position_ids": (mask.cumsum(1) - 1).clamp_min(0)}):
+        at = {name: x[:, :120] for name, x in given.items()}
+        right = original(input_ids=ids[:, :120], use_cache=False, **at).logits
+        answers = []
+        for cuts in ([80], [1] * 80, [50, 1, 29]):
+            cache, start, found = DynamicCache(config=model.config), 120, []
+            first = read(model, ids[:, :120], cache, **at).logits
+            real = mask[:, :120] > 0 if given else torch.ones(2, 120, dtype=torch.bool)
+            assert torch.allclose(first[real], right[real], atol=1e-4)
+            for count in cuts:
+                end = start + count
+                own = (
+                    {"attention_mask": mask[:, :end], "position_ids": given["position_ids"][:, start:end]}
+                    if given
+                    else {}
+                )
+                found.append(read(model, ids[:, start:end], cache, **own).logits)
+                start = end
+            answers.append(torch.cat(found, 1))
+        assert all(torch.allclose(x, answers[0], atol=1e-4) for x in answers)
+        with token_by_token():
+            assert not torch.allclose(read(model, ids[:, :120], **at).logits, right, atol=1e-2)
+
+
 @pytest.mark.parametrize("prefill", ["auto", "sequential"])
 def test_on_a_cpu_and_without_a_cache_tokens_are_read_one_after_the_other(tiny, windows, prefill):
     ids = windows[:1]

@@ -31,15 +31,16 @@ class AttachedLayer(AttentionLayer):
 
     Its parameters stay float32 whatever dtype the model is moved to: exponents of real heads pass 100, where a
     half-precision log-feature would be off by whole factors. ``beside_softmax`` says whether other layers stay softmax,
-    ``positions`` how many there are for it, if that is known.
+    ``positions`` how many there are for it, if that is known, ``prefill`` and ``evicts`` what the plan of all says.
     """
 
     hooks: list[RemovableHandle]  # that hand it its entry of the cache
 
-    def __init__(self, plan: LayerPlan, beside_softmax: bool, positions: int | None, prefill: str) -> None:
-        super().__init__(*parts_of(plan))
-        self.name = plan.name
-        self.beside_softmax, self.positions, self.prefill = beside_softmax, positions, prefill
+    def __init__(self, layer: LayerPlan, plan: Plan, positions: int | None) -> None:
+        super().__init__(*parts_of(layer))
+        self.name, self.positions = layer.name, positions
+        self.beside_softmax = len(plan.converted) < len(plan.layers)
+        self.prefill, self.evicts = plan.prefill, plan.evicts
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True):
         def move_only(t: Tensor) -> Tensor:
@@ -62,9 +63,8 @@ def attach(model: PreTrainedModel, plan: Plan) -> list[AttachedLayer]:
         _check_sizes(layer, modules[-1], positions)
     if plan.prefill == "twice":
         check_reads_twice(model)
-    prefill = "exact" if plan.prefill == "auto" and not plan.evicts else plan.prefill
     for layer, module in zip(converted, modules, strict=True):
-        own = module.dofla = AttachedLayer(layer, len(converted) < len(plan.layers), positions, prefill)
+        own = module.dofla = AttachedLayer(layer, plan, positions)
         own.to(device_of(module))
         own.train(module.training)
         own.hooks = [module.register_forward_pre_hook(hand_over_cache, with_kwargs=True)]

@@ -148,7 +148,10 @@ def _prefills_exactly(layer: nn.Module, query: Tensor, entry: Any) -> bool:
     evaluation and training make it, gives what decoding the text would give."""
     if entry is None or query.shape[-2] == 1 or one_by_one():
         return False
-    return layer.prefill in ("exact", "twice") or (layer.prefill == "auto" and query.is_cuda)
+    if layer.prefill != "auto":
+        return layer.prefill != "sequential"
+    # On a CPU the kernels for tokens one after the other read sooner what goes on from a cache.
+    return query.is_cuda or not (layer.evicts or entry.states)
 
 
 def one_by_one() -> bool:
