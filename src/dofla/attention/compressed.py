@@ -87,7 +87,7 @@ class CompressedHeads(HeadGroup[CompressedState]):
         if (after := backend.hold(self, call._replace(in_place=True), empty)) is None:
             return None
         real = None if call.log_weight is None else call.log_weight > LOG_ZERO
-        return causal(*call.vectors, call.scaling, real), after
+        return causal(*call.vectors, call.scaling, None if real is None or real.all() else real), after
 
     def _exact_prefill(
         self, call: Call, state: CompressedState | None, backend: Backend
