@@ -36,7 +36,7 @@ class Compiled(Backend):
         return None if call.query.shape[-2] == 0 else _read(heads, call, state)
 
     def hold(self, heads: Compressed, call: Call, state: CompressedState) -> CompressedState | None:
-        return _read(heads, call, state, False)[1]
+        return _read(heads, call, state, attend=False)[1]
 
     def read_pages(
         self, heads: Compressed, call: Call, pool: Tensor, pages: Tensor, starts: list[int]
@@ -79,13 +79,13 @@ class Compiled(Backend):
         return out, after
 
 
-def _read(heads: Compressed, call: Call, state: CompressedState, *attend: bool) -> tuple[Tensor, CompressedState]:
+def _read(heads: Compressed, call: Call, state: CompressedState, attend: bool = True) -> tuple[Tensor, CompressedState]:
     rows = state.rows
     if not call.in_place or (rows.is_inference() and not torch.is_inference_mode_enabled()):
         rows = rows.clone()
     layer = _of_layer(heads, call, rows)
     # As `.default`, which torch finds sooner.
-    out = torch.ops.dofla.read_compressed.default(*call.vectors, call.log_weight, rows, *layer, *attend)
+    out = torch.ops.dofla.read_compressed.default(*call.vectors, call.log_weight, rows, *layer, attend)
     return out, CompressedState(rows)
 
 
