@@ -3,8 +3,6 @@
 
 #include "heavy_hitters.h"
 
-
-#include <atomic>
 #include <cmath>
 
 namespace dofla::cache {
@@ -23,13 +21,13 @@ struct Seen {
 class Decoder {
  public:
   explicit Decoder(const Group& group)
-      : group_(group), drawing_(group, group.groups, group.numbers.grows ? 0 : group.tier.count),
-        wide_(std::max(group.keys.dim, group.values.dim)), unsound_(group.groups), queries_(group.groups * group.keys.dim),
+      : group_(group), wide_(std::max(group.keys.dim, group.values.dim)), unsound_(group.groups), queries_(group.groups * group.keys.dim),
         rotated_(queries_.size()), beside_(group.groups), vector_(wide_.size()),
         scores_(group.groups * group.columns()) {}
 
-  // What the queries see of one of the parts; with the first, puts the token into the state.
-  void see(std::int64_t n, std::int64_t h, std::size_t part, std::vector<Seen>& parts) {
+  // What the queries see of one of the parts; with the first, puts the token into the state, and says so: its scores are then
+  // somebody else's.
+  void see(std::int64_t n, std::int64_t h, std::size_t part, std::vector<Seen>& parts, std::atomic<bool>& entered) {
     const Group& group = group_;
     const std::int64_t dim = group.keys.dim, first = group.heads[h] * group.groups;
     const std::int64_t end = group.tier.count - (part ? part - 1 : parts.size() - 1) * kPart;
@@ -37,16 +35,12 @@ class Decoder {
     if (!part) seen.finite = code(n, h);
     for (std::int64_t g = 0; g < group.groups; ++g) unsound_[g] = !group.query.read(n, first + g, 0, &queries_[g * dim]);
     begin_ = part ? end - kPart : free_places(group.tier.scores(n, h), end);
+    if (!part) entered.store(true, std::memory_order_release);
     count_ = end - begin_;
     near_.assign(!part, &group.window);
     if (!part && group.sinks) near_.push_back(&*group.sinks);
     columns_ = whole_lanes(count_);
     for (const Tokens* tokens : near_) columns_ += whole_lanes(tokens->count);
-    if (group.scored(n, 0)) {
-      for (std::int64_t g = 0; g < group.groups; ++g) drawing_.take(g, &queries_[g * dim]);
-      drawing_.measure(group.tier, n, h, group.groups, count_, [&](std::int64_t t) { return begin_ + t; });
-      drawing_.draw(0, count_, group.tier.scores(n, h) + begin_);
-    }
     for (float& x : queries_) x *= group.scaling;
     score(n, h);
     for (auto* sums : {&seen.best, &seen.whole, &seen.mass}) sums->resize(group.groups);
@@ -177,22 +171,46 @@ class Decoder {
   const Group& group_;
   std::int64_t begin_ = 0, count_ = 0, columns_ = 0;  // of a part: tokens of the tier, and scores
   std::vector<const Tokens*> near_;                   // ... window and sinks
-  Drawing drawing_;
   std::vector<std::int16_t> wide_;
   std::vector<char> unsound_;
   std::vector<float> queries_, rotated_, beside_, vector_;
   Unwritten<float> scores_;
 };
 
-// Scores of which a thread computes at least so many: waking another one takes as long.
-constexpr double kWorthAThread = 2000;
+// One thread's scratch memory for the scores of a tier, and their update by the queries of a token that has entered.
+class Scorer {
+ public:
+  explicit Scorer(const Group& group) : group_(group), drawing_(group, group.groups, group.tier.count), query_(group.keys.dim) {}
+
+  void update(std::int64_t n, std::int64_t h) {
+    const Tokens& tier = group_.tier;
+    std::int16_t* scores = tier.scores(n, h);
+    const std::int64_t begin = free_places(scores, tier.count), count = tier.count - begin;
+    for (std::int64_t g = 0; g < group_.groups; ++g) {
+      group_.query.read(n, group_.heads[h] * group_.groups + g, 0, query_.data());
+      drawing_.take(g, query_.data());
+    }
+    drawing_.measure(tier, n, h, group_.groups, count, [&](std::int64_t t) { return begin + t; });
+    drawing_.draw(0, count, scores + begin);
+  }
+
+ private:
+  const Group& group_;
+  Drawing drawing_;
+  std::vector<float> query_;
+};
+
+// Scores of which a thread computes at least so many: another one that sleeps is awake after about as long.
+constexpr double kWorthAThread = 500;
 
 inline void decode(const std::vector<Job>& jobs) {
   const std::vector<Unit> units = units_of(jobs);
   double scores = 0;
   std::vector<std::vector<Seen>> seen(units.size());
   std::vector<std::atomic<std::size_t>> left(units.size());  // parts that are not done
+  std::vector<std::atomic<bool>> entered(units.size());
   std::vector<std::pair<std::size_t, std::size_t>> parts;
+  std::vector<std::size_t> scored;  // units whose tiers' scores change
   for (std::size_t unit = 0; unit < units.size(); ++unit) {
     const auto [which, n, h] = units[unit];
     const auto& [numbers, tier] = std::tie(jobs[which].group.numbers, jobs[which].group.tier);
@@ -201,19 +219,31 @@ inline void decode(const std::vector<Job>& jobs) {
     seen[unit].resize(left[unit]);
     for (std::size_t part = 0; part < left[unit]; ++part) parts.emplace_back(unit, part);
     scores += jobs[which].scores;
+    if (jobs[which].group.scored(n, 0)) scored.push_back(unit);
   }
-  const std::int64_t most = std::min<std::int64_t>(torch::stable::get_num_threads(), parts.size());
+  const std::size_t all = parts.size();
+  const auto most = std::min<std::int64_t>(torch::stable::get_num_threads(), all + scored.size());
   const auto threads = std::clamp<std::int64_t>(std::llround(scores / kWorthAThread), 1, most);
+  // Scores are updated last, by whoever is free: two threads do not share attention to three heads evenly.
   std::atomic<std::size_t> next = 0;
   torch::stable::parallel_for(0, threads, 1, [&](std::int64_t begin, std::int64_t end) {
     for (; begin < end; ++begin) {
-      Mine<Decoder> mine;
-      for (std::size_t place = next++; place < parts.size(); place = next++) {
+      Mine<Decoder> decoders;
+      std::size_t place = next++;
+      for (; place < all; place = next++) {
         const auto [unit, part] = parts[place];
         const auto [which, n, h] = units[unit];
-        Decoder& decoder = mine.of(which, jobs[which].group);
-        decoder.see(n, h, part, seen[unit]);
+        Decoder& decoder = decoders.of(which, jobs[which].group);
+        const Done done{entered[unit]};
+        decoder.see(n, h, part, seen[unit], entered[unit]);
         if (!--left[unit]) decoder.join(n, h, seen[unit], jobs[which].out);
+      }
+      Mine<Scorer> scorers;
+      for (; place < all + scored.size(); place = next++) {
+        const std::size_t unit = scored[place - all];
+        const auto [which, n, h] = units[unit];
+        wait_for(entered[unit]);
+        scorers.of(which, jobs[which].group).update(n, h);
       }
     }
   });

@@ -5,8 +5,10 @@
 #include "vectors.h"
 
 #include <algorithm>
+#include <atomic>
 #include <numeric>
 #include <optional>
+#include <thread>
 #include <vector>
 
 namespace dofla::cache {
@@ -25,11 +27,7 @@ struct Group {
   States states;
   Tokens window, tier;
   std::optional<Tokens> sinks;
-  // Queries as integers (coding/heavy_hitters.py).
-  float step;                          // of the logarithm of a weight, for a product of a query and a key
-  std::int64_t stride;                 // of vectors of pairs of `rotation`
-  std::vector<Number> rotation;        // as Coder.rotate_query_integer turns queries [Hkv, d, d]
-  std::vector<float> fineness;         // [Hkv, d]
+  float step;                          // of the logarithm of a weight, for a product of a query and a key (heavy_hitters.py)
   std::vector<float> line;             // log-weights of the window before the call and of the new tokens [B, n + L]
   std::vector<float> entering;         // ... of the tokens that enter the tier [B, L]
   std::vector<std::int64_t> sources;   // [B, s]: which of the tokens that leave the window becomes this sink; or -1
@@ -41,15 +39,11 @@ struct Group {
         scaling(static_cast<float>(scaling)), heads(of_layer, of_layer + numbers.kv_heads), query(q, smoothing, groups), key(k, smoothing),
         value(v),
         keys(of_keys, numbers.kv_heads, numbers.key_dim, tables), values(of_values, numbers.kv_heads, numbers.value_dim, tables),
-        states(given), step(static_cast<float>(scaling * M_LOG2E * 8)), stride(whole_lanes(numbers.key_dim)),
-        rotation(numbers.grows ? 0 : keys.heads * keys.dim * stride), fineness(keys.heads * keys.dim) {
+        states(given), step(static_cast<float>(scaling * M_LOG2E * 8)) {
     STD_TORCH_CHECK(tables.is_cpu() && tables.numel() == coding::Tables::kSize, "tables are elsewhere, or of another version");
     STD_TORCH_CHECK(q.size(3) == keys.dim && k.size(3) == keys.dim && v.size(3) == values.dim, "sizes of heads differ");
     for (const std::int64_t head : heads) STD_TORCH_CHECK(0 <= head && head < k.size(1), "there is no KV head ", head);
     lay_out();
-    for (std::int64_t h = 0; h < (numbers.grows ? 0 : keys.heads); ++h) {  // nobody is evicted from what grows
-      coding::whole_columns(keys.head(h).back, keys.dim, &rotation[h * keys.dim * stride], stride, &fineness[h * keys.dim]);
-    }
     move_log_weights(log_weight ? log_weight->const_data_ptr<float>() : nullptr);
   }
 
@@ -65,7 +59,7 @@ struct Group {
     return line[n * (window.count + length) + window.count + i] > kLogZero;
   }
 
-  // Whether it changes the scores of the tier.
+  // Whether it changes the scores of the tier: nobody is evicted from one that grows.
   bool scored(std::int64_t n, std::int64_t i) const { return !numbers.grows && real(n, i); }
 
  private:
@@ -163,7 +157,7 @@ struct Unit {
   std::int64_t n, h;
 };
 
-// All of them, those with most to do first.
+// All of them, those with most to do first, and those with the same coders one after the other.
 inline std::vector<Unit> units_of(const std::vector<Job>& jobs) {
   std::vector<std::size_t> order(jobs.size());
   std::iota(order.begin(), order.end(), 0);
@@ -171,11 +165,21 @@ inline std::vector<Unit> units_of(const std::vector<Job>& jobs) {
   std::vector<Unit> units;
   for (const std::size_t which : order) {
     const Group& group = jobs[which].group;
-    for (std::int64_t n = 0; n < group.batch; ++n) {
-      for (std::int64_t h = 0; h < group.keys.heads; ++h) units.push_back({which, n, h});
+    for (std::int64_t h = 0; h < group.keys.heads; ++h) {
+      for (std::int64_t n = 0; n < group.batch; ++n) units.push_back({which, n, h});
     }
   }
   return units;
+}
+
+// Says that a KV head is done, whatever happens: others wait for it.
+struct Done {
+  std::atomic<bool>& flag;
+  ~Done() { flag.store(true, std::memory_order_release); }
+};
+
+inline void wait_for(const std::atomic<bool>& flag) {
+  while (!flag.load(std::memory_order_acquire)) std::this_thread::yield();
 }
 
 // A thread's scratch memory for the group that it works on.

@@ -30,7 +30,7 @@ class Drawing {
  public:
   Drawing(const Group& group, std::int64_t rows, std::int64_t count)
       : group_(group), dim_(group.keys.dim), blocks_(dim_ / group.keys.block), stride_(whole_lanes(count, kAside)),
-        power_(rows), rotated_query_(4 * whole_lanes(dim_)), units_(rows * blocks_), integers_(rows * dim_),
+        across_(whole_lanes(dim_)), fineness_(dim_), power_(rows), rotated_query_(4 * across_), units_(rows * blocks_), rotation_(dim_ * across_), integers_(rows * dim_),
         rotated_(rows * dim_), tile_(kLanes * dim_), numbers_(dim_ / kPair * stride_), key_units_(blocks_ * stride_),
         steps_(rows * stride_), drawn_(stride_), gain_(stride_), bytes_(dim_) {}
 
@@ -90,21 +90,21 @@ class Drawing {
   // Coder.rotate_query_integer
   template <int N>
   void rotate_queries(std::int64_t h, std::int64_t rows) {
-    const std::int64_t stride = group_.stride;
-    const auto* rotation = reinterpret_cast<const float*>(&group_.rotation[h * dim_ * stride]);
-    const float* fineness = &group_.fineness[h * dim_];
+    if (h != head_) coding::whole_columns(group_.keys.head(h).back, dim_, rotation_.data(), across_, fineness_.data());
+    head_ = h;
+    const auto* rotation = reinterpret_cast<const float*>(rotation_.data());
     coding::with_groups(rows, [&](auto r, std::int64_t first) {
       for (std::int64_t j = 0; j < dim_; j += kLanes) {
         Sums sum[r] = {};
         for (std::int64_t i = 0; i < dim_; i += kPair) {
-          const Sums numbers = load_numbers(rotation + i / kPair * stride + j);
+          const Sums numbers = load_numbers(rotation + i / kPair * across_ + j);
           for (int n = 0; n < r; ++n) sum[n] = plus_products(sum[n], numbers, everywhere(&integers_[(first + n) * dim_ + i]));
         }
-        for (int n = 0; n < r; ++n) store(&rotated_query_[n * stride + j], as_floats(sum[n]));
+        for (int n = 0; n < r; ++n) store(&rotated_query_[n * across_ + j], as_floats(sum[n]));
       }
       for (int n = 0; n < r; ++n) {
-        float* x = &rotated_query_[n * stride];
-        for (std::int64_t i = 0; i < dim_; ++i) x[i] *= fineness[i] * power_[first + n];
+        float* x = &rotated_query_[n * across_];
+        for (std::int64_t i = 0; i < dim_; ++i) x[i] *= fineness_[i] * power_[first + n];
         for (std::int64_t b = 0; b < blocks_; ++b) units_[(first + n) * blocks_ + b] = coding::whole<N>(x + b * N);
         std::copy_n(x, dim_, &rotated_[(first + n) * dim_]);
       }
@@ -167,9 +167,10 @@ class Drawing {
   static constexpr std::int64_t kAside = 2;
 
   const Group& group_;
-  std::int64_t dim_, blocks_, stride_;
-  std::vector<float> power_, rotated_query_, units_;
-  std::vector<Number> integers_, rotated_, tile_;  // queries, rotated ones, and keys on their way into the lanes of numbers_
+  std::int64_t dim_, blocks_, stride_, across_, head_ = -1;  // strides of tokens and of numbers, and whose rotation there is
+  std::vector<float> fineness_, power_, rotated_query_, units_;
+  // The rotation as columns, queries, rotated ones, and keys on their way into the lanes of numbers_.
+  std::vector<Number> rotation_, integers_, rotated_, tile_;
   Unwritten<float> numbers_, key_units_, steps_, drawn_, gain_;
   std::vector<std::int8_t> bytes_;
 };
@@ -177,17 +178,29 @@ class Drawing {
 // What becomes of the tokens of a line of each KV head, the `places` of the tier followed by those that enter: which ones
 // stand there before each block of queries, oldest first behind free ones; and from which query on each has left.
 struct Evictions {
-  std::int64_t places, length, block, blocks;
-  std::vector<std::int32_t> held, until;  // [units, blocks, places], [units, places + L]
+  std::int64_t places, length, block, blocks, rows;
+  std::vector<std::int32_t> held, free, until;  // [units, rows, places], [units, blocks], [units, places + L]
 
-  Evictions(const Group& group, std::int64_t block)
+  // A tier that grows needs one row for all blocks, as each token stands where it stood. Without `attend` nobody asks.
+  Evictions(const Group& group, std::int64_t block, bool attend)
       : places(group.tier.count), length(group.length), block(block), blocks((length + block - 1) / block),
-        held(group.units() * blocks * places), until(group.units() * (places + length), length) {}
+        rows(!attend ? 0 : group.numbers.grows ? 1 : blocks), held(group.units() * rows * places),
+        free(group.units() * blocks), until(group.units() * (places + length), length) {}
 
-  std::int32_t* held_before(std::int64_t unit, std::int64_t first) {
-    return &held[(unit * blocks + first / block) * places];
+  void hold(std::int64_t unit, std::int64_t first, const std::vector<std::int32_t>& place, std::int64_t there) {
+    free[unit * blocks + first / block] = static_cast<std::int32_t>(places - there);
+    if (rows) std::copy_n(place.begin(), there, row(unit, first));
+  }
+  std::int64_t held_before(std::int64_t unit, std::int64_t first, std::int64_t t) {
+    const std::int64_t hidden = free[unit * blocks + first / block];
+    return t < hidden ? t : row(unit, first)[t - hidden];
   }
   std::int32_t* until_of(std::int64_t unit) { return &until[unit * (places + length)]; }
+
+ private:
+  std::int32_t* row(std::int64_t unit, std::int64_t first) {
+    return &held[(unit * rows + (rows > 1 ? first / block : 0)) * places];
+  }
 };
 
 // heavy_hitters.select_survivors of a KV head, and the tier after it.
@@ -204,9 +217,7 @@ inline void select_survivors(const Group& group, const Tokens& line, std::int64_
   std::reverse_copy(after + free, after + count, score.begin());
   for (std::int64_t first = 0; first < length; first += evictions.block) {
     const std::int64_t rows = std::min(evictions.block, length - first);
-    std::int32_t* before = evictions.held_before(unit, first);
-    std::iota(before, before + free, 0);
-    std::copy_n(place.begin(), there, before + free);
+    evictions.hold(unit, first, place, there);
     for (std::int64_t i = 0; i < rows; ++i) {
       place[there + i] = count + first + i;
       score[there + i] = entering[first + i] > kLogZero ? 0 : kEvicted;

@@ -3,9 +3,6 @@
 
 #include "reading.h"
 
-#include <atomic>
-#include <thread>
-
 namespace dofla::cache {
 
 // A group's tokens once they are coded.
@@ -14,8 +11,8 @@ struct Prompt {
   std::vector<std::int64_t> sound;
   Evictions evictions;
 
-  explicit Prompt(const Group& group)
-      : lines(group), sound(code(group, lines)), evictions(group, std::min(kRows, group.length)) {}
+  Prompt(const Group& group, bool attend)
+      : lines(group), sound(code(group, lines)), evictions(group, std::min(kRows, group.length), attend) {}
 };
 
 // What threads do of prompts, which may be of different lengths. Of each KV head somebody has to let tokens enter its tier one
@@ -25,7 +22,7 @@ class Work {
  public:
   Work(const std::vector<Job>& jobs, bool attend)
       : jobs_(jobs), units_(units_of(jobs)), chosen_(units_.size()) {
-    for (const Job& job : jobs) prompts_.emplace_back(job.group);
+    for (const Job& job : jobs) prompts_.emplace_back(job.group, attend);
     for (std::size_t unit = 0; attend && unit < units_.size(); ++unit) {
       const std::int64_t length = jobs[units_[unit].group].group.length;
       for (std::int64_t first = 0; first < length; first += kRows) blocks_.push_back({unit, first});
@@ -58,12 +55,6 @@ class Work {
     Operands<Real>::release();
   }
 
-  // Says that a KV head is done, whatever happens: others wait for it.
-  struct Done {
-    std::atomic<bool>& flag;
-    ~Done() { flag.store(true, std::memory_order_release); }
-  };
-
   void select(std::size_t place, Mine<Drawing>& mine) {
     const Done done{chosen_[place]};
     const auto [which, n, h] = units_[place];
@@ -80,7 +71,7 @@ class Work {
     const auto [which, n, h] = units_[place];
     const Group& group = jobs_[which].group;
     auto& [lines, sound, evictions] = prompts_[which];
-    while (!chosen_[place].load(std::memory_order_acquire)) std::this_thread::yield();
+    wait_for(chosen_[place]);
     mine.of(which, group, lines, evictions).attend(n, h, first, sound[n * group.keys.heads + h], jobs_[which].out);
   }
 

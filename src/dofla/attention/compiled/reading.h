@@ -131,7 +131,7 @@ class Reader {
   }
   std::int64_t place(const Band& band, std::int64_t n, std::int64_t h, std::int64_t first, std::int64_t t) const {
     if (!band.coded) return first + 1 + t;
-    return t < band.count ? evictions_.held_before(n * group_.keys.heads + h, first)[t] : first + t;
+    return t < band.count ? evictions_.held_before(n * group_.keys.heads + h, first, t) : first + t;
   }
 
   // Keys (or values, part 2) of a band as vectors_ [columns, dim], zeros behind the line. Those of the tier are rotated.
