@@ -1,7 +1,7 @@
 """Assisted decoding, with candidates from the prompt, beside decoding token by token: softmax attention and compressed
 caches, on text that repeats what stands in the prompt and on text that goes on.
 
-    OMP_WAIT_POLICY=PASSIVE python benchmarks/speed/assisted.py models/smollm2-135m --text data/books-val.txt.gz \\
+    python benchmarks/speed/assisted.py models/smollm2-135m --text data/books-val.txt.gz \\
         --text src/dofla/integration/interface.py
 
 Of each text the first tokens are the prompt. Where it is to be repeated, the first quarter of them follows once more,

@@ -1,7 +1,7 @@
 """Seconds until the first token of a compiled model: in the process that compiles, and in a later one, which finds the
 graph on disk.
 
-    OMP_WAIT_POLICY=PASSIVE python benchmarks/speed/compiling.py models/smollm2-135m
+    python benchmarks/speed/compiling.py models/smollm2-135m
 
 Each process opens and compresses the model and writes with ``dofla.serving.CompiledModel``; the graphs are in a folder
 of their own, which is removed.

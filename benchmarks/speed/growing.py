@@ -1,6 +1,6 @@
 """A decoded token of caches that grow beside one of softmax attention, by the tokens before.
 
-    OMP_WAIT_POLICY=PASSIVE python benchmarks/speed/growing.py models/smollm2-135m
+    python benchmarks/speed/growing.py models/smollm2-135m
 
 All heads hold every token (``evict=False``), as many as the default has, or none (``retrieval_heads=0``). Caches hold
 one token many times, or zeros, as to read a long prompt takes minutes; time does not depend on what they hold. All take

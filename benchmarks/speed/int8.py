@@ -1,7 +1,7 @@
 """Weights in int8 (torchao) beside those of a checkpoint, with softmax attention and with a compressed cache.
 
-    OMP_WAIT_POLICY=PASSIVE python benchmarks/speed/int8.py models/smollm2-135m --text data/books-val.txt.gz
-    OMP_WAIT_POLICY=PASSIVE python benchmarks/speed/int8.py models/smollm2-135m --compile
+    python benchmarks/speed/int8.py models/smollm2-135m --text data/books-val.txt.gz
+    python benchmarks/speed/int8.py models/smollm2-135m --compile
 
 Of each text: KL divergence from the model as it came, and by how much its loss is higher, in nats per token, over whole
 windows. Then bytes of all weights, milliseconds of a token after a prompt of random tokens, and beside them what they

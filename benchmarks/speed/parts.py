@@ -1,7 +1,7 @@
 """Where the time of a decoded token goes: weights, attention, kernels of the compressed cache, Python.
 
-    OMP_WAIT_POLICY=PASSIVE python benchmarks/speed/parts.py models/smollm2-135m
-    OMP_WAIT_POLICY=PASSIVE python benchmarks/speed/parts.py models/qwen2.5-coder-0.5b --size 3.1MiB --compile
+    python benchmarks/speed/parts.py models/smollm2-135m
+    python benchmarks/speed/parts.py models/qwen2.5-coder-0.5b --size 3.1MiB --compile
 
 A part is what a token takes less without it: attention that returns its queries, layers that do, kernels that compute
 nothing. All take turns at every token, and of each the least time is taken. The bound is the time in which all weights

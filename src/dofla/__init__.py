@@ -1,4 +1,4 @@
-"""A constant-size KV cache for Hugging Face models, and linear attention distilled from softmax attention.
+"""A small KV cache for Hugging Face models, and linear attention distilled from softmax attention.
 
     model, tokenizer, text = dofla.demo()
     windows = dofla.token_windows("sample", tokenizer, windows=12)
@@ -22,10 +22,11 @@ import wrapt
 
 __version__ = "0.2.0"
 
-# Threads of OpenMP that have done their part sleep: spinning, their habit, takes the core from whoever should finish,
-# and three times the time on a busy machine. torch reads this once, when it is imported.
-if "torch" not in sys.modules:
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+# Threads of OpenMP that have done their part spin about as long as it takes to wake one, and then sleep. To sleep at
+# once takes twice the time on an idle machine; to spin far longer, as they would, twice the time on a busy one. torch
+# reads this once, when it is imported.
+if "torch" not in sys.modules and "OMP_WAIT_POLICY" not in os.environ:
+    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 # What is exported stands in __init__.pyi. Each name is imported when it is first used, so that `import dofla` costs
 # nothing; transformers learns of dofla as soon as it can hold a model, whoever imports it.
