@@ -143,3 +143,11 @@ def test_heads_of_one_size_are_one_group():
     first, last = layer.maps[0].z  # drawn independently, as are those of another group
     assert not torch.equal(first, last)
     assert not torch.equal(first[:3], layer.maps[1].z[0])
+
+
+def test_heads_that_were_selected_in_inference_mode_are_selected_with_gradients_later():
+    x, heads = torch.randn(1, 5, 3, 2, requires_grad=True), (4, 1)
+    with torch.inference_mode():
+        select(x, heads)
+    select(x, heads).sum().backward()
+    assert torch.equal(x.grad.sum((0, 2, 3)), torch.tensor([0.0, 6, 0, 0, 6]))

@@ -66,6 +66,23 @@ def test_states_are_those_of_the_final_room_however_a_text_is_cut(model, tiny, s
                 assert all(torch.equal(x, others[name]) for name, x in some.items())
 
 
+def test_a_row_of_padding_alone_keeps_its_state_while_others_grow(model, tiny, slots):
+    slots(16)
+    ids, caches = tiny.tokens(2, 50), [DynamicCache(config=model.config) for _ in range(2)]
+    for rows, cache in zip((slice(0, 2), slice(0, 1)), caches, strict=True):
+        model(ids[rows, :30], use_cache=True, **{CACHE_ARGUMENT: cache})
+    mask = torch.ones(2, 50, dtype=torch.int64)
+    mask[1, 30:] = 0
+    model(ids[:, 30:], attention_mask=mask, use_cache=True, **{CACHE_ARGUMENT: caches[0]})
+    model(ids[:1, 30:], use_cache=True, **{CACHE_ARGUMENT: caches[1]})
+    last = ids[:, -1:]
+    both, alone = (
+        model(last[: len(cache.layers[0].states[0].rows)], use_cache=True, **{CACHE_ARGUMENT: cache}).logits
+        for cache in caches
+    )
+    torch.testing.assert_close(both[:1], alone)
+
+
 def test_bytes_are_little_more_than_the_tokens_take(model, tiny):
     plan, prompt = Converted.of(model).plan, tiny.tokens(1, 1000)
     for tokens in (200, 1000):

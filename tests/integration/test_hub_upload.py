@@ -11,12 +11,13 @@ from huggingface_hub import ModelCard, constants
 from safetensors.torch import load_file
 from tiny_families import own_student, plan_for, teacher, tokens
 from torch.testing import assert_close
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 from word_tokenizers import word_tokenizer
 
 import dofla
 from dofla.cli import app
+from dofla.integration import hub as hub_module
 from dofla.integration.checkpoint import feature_map_tensors, load_any
 from dofla.integration.converted import Converted, is_converted
 from dofla.runs.opening import open_converted
@@ -165,6 +166,20 @@ def test_an_adapter_opens_from_the_cache_when_the_hub_is_gone(hub, student, monk
     dofla.load("me/adapter")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     assert_same(dofla.load("me/adapter"), student)
+
+
+def test_a_revision_is_the_adapters_and_a_token_goes_with_every_request(hub, student, monkeypatch):
+    dofla.push_adapter(student, "me/adapter")
+    asked = []
+    download, read = hub_module.snapshot_download, AutoConfig.from_pretrained
+    monkeypatch.setattr(
+        hub_module, "snapshot_download", lambda *a, **k: asked.append(k) or download(*a, **k | {"revision": "main"})
+    )
+    monkeypatch.setattr(AutoConfig, "from_pretrained", lambda *a, **k: asked.append(k) or read(*a, **k))
+    assert_same(dofla.load("me/adapter", revision="v2", token="hf_of_mine"), student)
+    adapter, base, *_ = asked
+    assert (adapter["revision"], adapter["token"]) == ("v2", "hf_of_mine")
+    assert ("revision" in base, base["token"]) == (False, "hf_of_mine")
 
 
 def test_an_adapter_pushed_over_another_leaves_nothing_of_it(hub, student):

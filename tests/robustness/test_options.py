@@ -73,7 +73,7 @@ def test_a_fault_of_doflas_own_is_one_line_and_exit_code_1(monkeypatch, made, ca
     monkeypatch.setattr("dofla.runs.opening.open_converted", lambda *_, **__: 1 / 0)
     assert call("generate", made / "adapter", "--prompt", "w1") == 1
     error = capsys.readouterr().err
-    assert error == "dofla: unexpected ZeroDivisionError: division by zero (a fault of dofla's: --debug shows where)\n"
+    assert error == "dofla: unexpected ZeroDivisionError: division by zero (a bug in dofla: --debug shows where)\n"
 
 
 def results(capsys, *words) -> dict:

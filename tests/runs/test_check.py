@@ -199,7 +199,7 @@ def test_code_of_a_checkpoint_runs_only_if_allowed(tiny, tmp_path, monkeypatch):
     config["auto_map"] = {"AutoConfig": "mine.Config", "AutoModelForCausalLM": "mine.Model"}
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "mine.py").write_text(CODE.format(marker=str(ran)))
-    with pytest.raises(DoflaError, match=r"brings code of its own: .* \(--set trust_remote_code=true\)"):
+    with pytest.raises(DoflaError, match=r"brings code of its own: .* by --set trust_remote_code=true\)"):
         dofla.check(folder)
     assert not ran.exists()
     found = dofla.check(folder, trust_remote_code=True)

@@ -128,7 +128,11 @@ def test_a_run_of_a_version_that_knew_fewer_fields_goes_on(tmp_path):
         ({"model": "x", "lambda": 0.1}, "a compression, which has no field 'lambda'"),
         ({"model": "x", "students": []}, "'students' must be a list of at least one student"),
         ({"model": "x", "students": [{}], "size": 64}, "a distillation, which has no field 'size'"),
-        ({"model": "x", "students": [{"name": "A"}, {"name": "A"}]}, "two students are called 'A'"),
+        (
+            {"model": "x", "students": [{"name": "A b"}, {"name": "a (B)"}]},
+            r"'A b' and 'a \(B\)' would share the folder a-b",
+        ),
+        ({"model": "x", "students": [{"name": "ß"}]}, "student 'ß': the name needs a letter of a to z or a digit"),
         ({"model": "x", "students": [{"start": "warm"}]}, "student Measured: start is 'warm': choose data or random"),
         ({"model": "x", "students": [{"end_to_end": True}]}, "end_to_end.steps is 0: give 1 or more"),
     ],

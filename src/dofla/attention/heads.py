@@ -37,7 +37,8 @@ def _run(heads: Sequence[int]) -> slice | None:
 @lru_cache
 def on_device(numbers: tuple[Any, ...], device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
     """Whole numbers as a tensor. Once, for the CPU waits for a GPU while it copies something there."""
-    return torch.tensor(numbers, dtype=dtype, device=device)
+    with torch.inference_mode(False):  # a later call may need gradients
+        return torch.tensor(numbers, dtype=dtype, device=device)
 
 
 def places(count: int, device: torch.device) -> Tensor:
@@ -47,4 +48,5 @@ def places(count: int, device: torch.device) -> Tensor:
 
 @lru_cache
 def _places(count: int, device: torch.device) -> Tensor:
-    return torch.arange(count, device=device)
+    with torch.inference_mode(False):
+        return torch.arange(count, device=device)

@@ -3,10 +3,8 @@
 import torch
 from torch import Tensor
 
+from dofla.attention.constants import SMALLEST_TRUSTED_MASS
 from dofla.attention.state import accumulable
-
-_SMALLEST_TRUSTED_SUM = 1e-28
-"""Below this, a float32 sum of products of exponentials may have lost terms to underflow."""
 
 
 def exact_scores(query: Tensor, key: Tensor, scaling: float) -> Tensor:
@@ -29,7 +27,7 @@ def log_kernel(a: Tensor, b: Tensor) -> Tensor:
     a_top = a.amax(dim=-1, keepdim=True).detach()
     b_top = b.amax(dim=-1, keepdim=True).detach()
     total = torch.exp(a - a_top) @ torch.exp(b - b_top).mT
-    lost = (total < _SMALLEST_TRUSTED_SUM).nonzero(as_tuple=True)
+    lost = (total < SMALLEST_TRUSTED_MASS).nonzero(as_tuple=True)
     if lost[0].numel():
         total = total.index_put(lost, total.new_ones(()))
     log_total = total.log() + a_top + b_top.mT

@@ -24,7 +24,7 @@ from dofla.cli.verb import verb as as_verb
 from dofla.errors import DoflaError, ran_out_of_memory
 
 app = typer.Typer(
-    help="Give Hugging Face models a key-value cache of constant size.",
+    help="Give Hugging Face models a small key-value cache.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -70,7 +70,7 @@ def main() -> None:
     except Exception as error:
         if ran_out_of_memory(error):
             _fail(error, "not enough memory: give a smaller batch size or length, or a smaller model", 2)
-        _fail(error, f"unexpected {type(error).__name__}: {error} (a fault of dofla's: --debug shows where)", 1)
+        _fail(error, f"unexpected {type(error).__name__}: {error} (a bug in dofla: --debug shows where)", 1)
 
 
 def _fail(error: Exception, message: str, code: int) -> NoReturn:

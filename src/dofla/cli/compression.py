@@ -119,7 +119,7 @@ def compress(
     from dofla.integration.converted import Converted
     from dofla.integration.room import check_disk
     from dofla.runs.check import target_of
-    from dofla.runs.opening import open_original
+    from dofla.runs.opening import open_original, reader_of
     from dofla.storage.files import new_folder
 
     if out is None and adapter is None:
@@ -147,7 +147,7 @@ def compress(
                 write_adapter(compressed, folder)
             else:
                 compressed.save_pretrained(folder)
-            tokenizer.save_pretrained(folder)
+            reader_of(model, compressed, tokenizer).save_pretrained(folder)
     if adapter is not None:
         warn_of_local_base(compressed, adapter)
     plan = Converted.of(compressed).plan

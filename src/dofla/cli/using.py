@@ -144,6 +144,8 @@ def generate(
     check_readable(opened, ids, "--prompt", new_tokens)
     start = _prompt_state(opened, tokenizer, prompt_state, document)
     if start is not None:
+        if ids[0, 0] == tokenizer.bos_token_id:  # the document has begun already
+            ids = ids[:, 1:]
         ids = torch.cat([start[0].cpu(), ids], dim=1)
         options[CACHE_ARGUMENT] = start[1]
         check_readable(opened, ids, f"{prompt_state} and --prompt", new_tokens)
@@ -196,11 +198,11 @@ def serve(
     with listening(host, port) as place, ExitStack() as stack:
         opened, tokenizer = open_converted(model, device=device, **opening)
         writer = CompiledModel(opened) if compile else stack.enter_context(ContinuousBatching(opened))
-        name = Path(model).name
+        name = (Path(model).resolve() if Path(model).is_dir() else Path(model)).name
         if api_key is None and is_open(place):
             logger.warning("anyone who reaches --host %s is answered: give --api-key, or DOFLA_API_KEY", host)
-        current_view().show(f"{name} answers at http://{host}:{place.getsockname()[1]}/v1 until Ctrl-C")
         answering, reader = conversing(writer, sessions, session_folder), reader_of(model, opened, tokenizer)
+        current_view().show(f"{name} answers at http://{host}:{place.getsockname()[1]}/v1 until Ctrl-C")
         at_once = 1 if compile else at_once
         server(name, answering, reader, at_once, key=api_key, **serving).run(sockets=[place])
     return {"model": name}

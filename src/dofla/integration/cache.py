@@ -69,7 +69,7 @@ class LinearCacheLayer(CacheLayerMixin):
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         if not self.handed_over:
             raise DoflaError(
-                "the cache holds states of linear attention, which softmax attention cannot go on from: "
+                "the cache was filled by a compressed or linear model, and softmax attention cannot go on from it: "
                 "start with a fresh cache"
             )
         self.handed_over = False
@@ -284,12 +284,12 @@ def linear_entry(cache: Cache, module: Any) -> LinearCacheLayer:
         if isinstance(entry, CacheLayerMixin) and entry.is_initialized and entry.get_seq_length() > 0:
             raise DoflaError(
                 f"the cache already holds {int(entry.get_seq_length())} tokens of softmax attention in layer {index}: "
-                "start a converted model with a fresh cache (prefix tuning, which fills it, does not work)"
+                "give a compressed or linear model a fresh cache (prefix tuning, which fills it, does not work)"
             )
         beside_softmax = module.dofla.beside_softmax
         if beside_softmax and isinstance(entry, StaticLayer):
             raise DoflaError(
-                "a static cache cannot serve linear and softmax layers in one model: use the dynamic cache, "
+                "a static cache cannot serve a model some layers of which are softmax: use the dynamic cache, "
                 "which is the default"
             )
         if isinstance(entry, StaticLayer):

@@ -16,7 +16,7 @@ from dofla.attention.coding.coder import check_coders
 from dofla.errors import DoflaError, about, first_line
 from dofla.integration.contents import ADAPTER, AdapterConfig, check_model
 from dofla.integration.converted import Converted, is_converted
-from dofla.integration.hub import fetch, hub_name
+from dofla.integration.hub import ACCESS, fetch, hub_name
 from dofla.integration.lora import factor_pairs, merge_factors
 from dofla.integration.model_card import write_card
 from dofla.integration.offload import check_in_memory, device_of
@@ -129,7 +129,7 @@ def load(
         base_model: folder or hub name of an adapter's base model, if it is not where the adapter says.
         trust_remote_code: allow the base model's repository to bring its own code.
         **kwargs: for ``from_pretrained`` (``dtype``; ``device_map`` and ``offload_folder`` for a model larger than
-            memory; ...).
+            memory; ``token``; ...). ``revision`` is that of ``path``, not of an adapter's base model.
 
     Raises:
         DoflaError: if the folder holds neither, or what it holds is damaged; if the hub has none of that name; if an
@@ -149,7 +149,8 @@ def load_any(
 ) -> PreTrainedModel:
     """Open a converted model, or a model that is none: as :func:`load`, but a plain checkpoint is opened as it is."""
     path = path if Path(path).is_dir() else packaged_path(str(path))
-    folder = Path(path) if Path(path).is_dir() else fetch(Path(path).as_posix(), _FILES)
+    access = {name: kwargs[name] for name in ACCESS & kwargs.keys()}
+    folder = Path(path) if Path(path).is_dir() else fetch(Path(path).as_posix(), _FILES, **access)
     if not (folder / ADAPTER).exists():
         return load_model(path, trust_remote_code=trust_remote_code, **kwargs)
     adapter = _description(folder)
@@ -159,6 +160,7 @@ def load_any(
         raise DoflaError(f"{folder / ADAPTER} names no base model: {_GIVE_IT}")
     try:
         place = packaged_path(str(base))
+        kwargs.pop("revision", None)  # the adapter's
         model = load_model(place, class_name=adapter.get("class"), trust_remote_code=trust_remote_code, **kwargs)
     except DoflaError as error:
         raise DoflaError(f"{folder} is the adapter of a base model: {error}; {_GIVE_IT}") from error
@@ -302,7 +304,8 @@ def load_model(
     resize = kwargs.pop("ignore_mismatched_sizes", False)
     options = {"trust_remote_code": trust_remote_code, "ignore_mismatched_sizes": True, "output_loading_info": True}
     try:
-        config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
+        access = {key: kwargs[key] for key in ACCESS & kwargs.keys()}
+        config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code, **access)
         _check_quantization(config, kwargs.get("quantization_config"))
         auto = class_of(config, class_name, trust_remote_code)
         warn_of_memory(config, getattr(auto, "from_config", auto), kwargs)

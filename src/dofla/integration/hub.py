@@ -17,6 +17,8 @@ from dofla.integration.model_card import README, by_hand
 _PATIENCE = 3
 """Seconds; a card may go without a license."""
 _LICENCE = ("license", "license_name", "license_link")
+ACCESS = frozenset({"revision", "token", "cache_dir", "local_files_only"})
+"""Options of ``from_pretrained`` that say how a repository is read."""
 _UNREACHABLE = (OfflineModeIsEnabled, HTTPError, OSError)
 
 
@@ -57,13 +59,14 @@ def license_of(model: str) -> dict[str, str]:
     return known if "license" in known else {}
 
 
-def fetch(name: str, files: list[str]) -> Path:
-    """The folder of the cache that holds those ``files`` of a repository that it has; from the cache if offline.
+def fetch(name: str, files: list[str], **options: Any) -> Path:
+    """The folder of the cache that holds those ``files`` of a repository that it has, with these :data:`ACCESS`
+    options; from the cache if offline.
     DoflaError if it is no name of the hub, or there is no such repository, or none can be reached."""
     if not hub_name(name):
         raise DoflaError(f"{name} is not a folder: pass one written by save_adapter or save_pretrained, or a hub name")
     try:
-        return Path(snapshot_download(name, allow_patterns=files))
+        return Path(snapshot_download(name, allow_patterns=files, **options))
     except _UNREACHABLE as error:
         raise DoflaError(f"{name} is not a folder, and the hub does not give it: {first_line(error)}") from error
 

@@ -121,8 +121,8 @@ def _read(
     run = partial(layer, in_place=in_place, **options)
     if weight is None or not causal:
         return run(query, key, value, weight=weight, states=states, causal=causal, importance=importance)
-    tokens = query, key, value, weight
-    return run_padded(run, *tokens, states, keeps_states=keeps_states, in_place=in_place, importance=importance)
+    given: dict[str, Any] = {"keeps_states": keeps_states, "in_place": in_place, "join": layer.joined}
+    return run_padded(run, query, key, value, weight, states, **given, importance=importance)
 
 
 _outside_the_graph = torch.compiler.disable(_run)

@@ -11,12 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dofla.attention import side_by_side
 from dofla.attention.state import Tensors
 
 Answer = tuple[Tensor, Sequence[Tensors]]
 Run = Callable[..., Answer]
 """A call of a layer: (query, key, value, weight=..., states=...) → output and states."""
+Join = Callable[[Sequence[Sequence[Tensors]]], list[Tensors]]
+"""States of several sequences, each of all groups of a layer, as one of each group."""
 
 
 def run_padded(
@@ -29,14 +30,15 @@ def run_padded(
     *,
     keeps_states: bool,
     in_place: bool,
+    join: Join,
     importance: Tensor | None = None,
 ) -> Answer:
     """A causal call of a layer, as :meth:`dofla.layers.AttentionLayer.forward` has them, with key weights [B, L], 0 for
     padding, which may stand anywhere; ``run`` does it for padding in front, and may update states ``in_place``. A call
     that begins sequences may have the importance of tokens [B, Hkv, L].
 
-    Where the states after the call are not kept, some padding is left where it is. Padded queries of the calls that are
-    rearranged get zeros.
+    States of several sequences become one by ``join``. Where the states after the call are not kept, some padding is
+    left where it is. Padded queries of the calls that are rearranged get zeros.
     """
     if not states:
         if query.shape[-2] == 1:
@@ -44,7 +46,7 @@ def run_padded(
         return _beginning(run, query, key, value, weight, importance, keeps_states)
     if torch.compiler.is_compiling():
         return _one_token(run, query, key, value, weight, states, in_place)
-    return _continued(run, query, key, value, weight, states)
+    return _continued(run, query, key, value, weight, states, join)
 
 
 def _beginning(
@@ -84,7 +86,7 @@ def _one_token(
     """The call of a compiled graph, in which each sequence gets a token or a padding token."""
     out, after = run(query, key, value, weight=weight, states=states)
     real = weight[:, 0] > 0
-    if not in_place:  # kernels that update states in place leave those of padding as they are
+    if not in_place:  # kernels that update states in place let padding enter the window, where nobody sees it
         after = [_where(real, *both) for both in zip(after, states, strict=True)]
     return out.masked_fill(~real.view(-1, 1, 1, 1), 0), after
 
@@ -99,7 +101,7 @@ def _where(first: Tensor, one: Any, other: Any) -> Any:
 
 
 def _continued(
-    run: Run, query: Tensor, key: Tensor, value: Tensor, weight: Tensor, states: Sequence[Tensors]
+    run: Run, query: Tensor, key: Tensor, value: Tensor, weight: Tensor, states: Sequence[Tensors], join: Join
 ) -> Answer:
     """The call that continues sequences: rows with the same number of real tokens together, those tokens alone."""
     real = weight > 0
@@ -119,4 +121,4 @@ def _continued(
         rows.append(own)
         parts.append(after)
     back = torch.cat(rows).argsort()
-    return out, [side_by_side(part).reorder(back) for part in zip(*parts, strict=True)]
+    return out, [state.reorder(back) for state in join(parts)]

@@ -267,8 +267,8 @@ def _config(name: str, trust_remote_code: bool) -> PreTrainedConfig:
         written, _ = PreTrainedConfig.get_config_dict(place)
         if "auto_map" in written and written.get("model_type") not in CONFIG_MAPPING and not trust_remote_code:
             raise DoflaError(
-                f"model {name!r} brings code of its own: read it, then allow it by trust_remote_code=True "
-                "(--set trust_remote_code=true)"
+                f"model {name!r} brings code of its own: read it, then allow it in Python by trust_remote_code=True "
+                "(on the command line dofla check alone does, by --set trust_remote_code=true)"
             )
         return AutoConfig.from_pretrained(place, trust_remote_code=trust_remote_code)
     except DoflaError:

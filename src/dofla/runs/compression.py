@@ -22,14 +22,15 @@ class CompressedModels(Models[Compression, ModelSpec]):
         if not path.exists():
             self._calibrate(path)
         wait()
-        asked = ("size", "ratio", "context", "retrieval_heads", "keep_softmax", "prefill")
+        asked = ("size", "ratio", "context", "retrieval_heads", "keep_softmax", "prefill", "evict", "bits")
         compress(self.opened.model, calibration=path, **{name: getattr(self.recipe, name) for name in asked})
 
     def _calibrate(self, path: Path) -> None:
         recipe, model, text = self.recipe, self.opened.model, self.opened.training
         target = Target.of(model, recipe.context, recipe.keep_softmax)
-        size = target.size(recipe.size, recipe.ratio)
-        check_fit(target, size, None, recipe.head_budgets, recipe.retrieval_heads, recipe.prefill)  # before minutes go
+        size = target.size(recipe.size, recipe.ratio, recipe.evict)
+        given = {name: getattr(recipe, name) for name in ("head_budgets", "retrieval_heads", "prefill", "bits")}
+        check_fit(target, size, None, **given)  # before minutes go
         windows = text.take(math.ceil(WINDOWS * LENGTH / text.length))
         options = {name: getattr(recipe, name) for name in ("head_budgets", "context", "keep_softmax")}
         options["tokenizer"] = self.opened.tokenizer if recipe.retrieval_heads else None

@@ -203,9 +203,11 @@ class Compression(Recipe):
     ratio: float | None = None
     context: int | None = None
     head_budgets: str = "measured"
-    retrieval_heads: int = 0
+    retrieval_heads: int | str = "auto"
     keep_softmax: list[str] = field(default_factory=list)
     prefill: str = "auto"
+    evict: bool = True
+    bits: float = 3.0
 
     @property
     def models(self) -> list[ModelSpec]:
@@ -243,9 +245,16 @@ class Distillation(Recipe):
         elif not isinstance(data["students"], list) or not data["students"]:
             raise DoflaError(f"{where}: 'students' must be a list of at least one student")
         recipe = super().from_dict(data, where)
-        names = [student.name for student in recipe.students]
-        if len(set(names)) < len(names):
-            raise DoflaError(f"{where}: two students are called {max(names, key=names.count)!r}: names must differ")
+        folders: dict[str, str] = {}
+        for student in recipe.students:
+            if not (folder := slug(student.name)):
+                raise DoflaError(f"{where}: student {student.name!r}: the name needs a letter of a to z or a digit")
+            if folder in folders:
+                raise DoflaError(
+                    f"{where}: students {folders[folder]!r} and {student.name!r} would share the folder {folder}: "
+                    "names must differ in letters or digits"
+                )
+            folders[folder] = student.name
         for student in recipe.students:
             if student.start not in ("data", "random"):
                 raise DoflaError(f"{where}: student {student.name}: start is {student.start!r}: choose data or random")

@@ -60,7 +60,7 @@ class Conversation:
         self._messages = [] if self.system is None else [{"role": "system", "content": self.system}]
         self._tokens: list[int] = []
         # A model with a cache of its own kind reads each turn as a whole.
-        self.writer: Any = Session(self._step, most=1) if keeps_states(self.model) else self.model
+        self.writer: Any = Session(self._step, most=1) if keeps_states(self.model) else self._step
 
     def answer(self, text: str, show: Callable[[str], None]) -> tuple[str, Ending]:
         """Read a turn and write the next; what is written by Ctrl-C is a turn, too.

@@ -79,12 +79,12 @@ class CompiledModel:
 
     The first token takes more than a minute; in a later process, with the same weights, a fifth of that, as torch
     keeps the graph on disk (in ``TORCHINDUCTOR_CACHE_DIR``, with a copy of the weights). The graph serves for all
-    lengths, as a state does not grow. On a GPU it is a CUDA graph: a token is one launch instead of hundreds. On a CPU,
-    products with the weights are most of what a token costs, and torch takes them as fast as memory allows only where
-    they are packed for that (:data:`PACKED`). They are packed once, beside those that go on reading prompts, and again
-    when these have been replaced, moved or written to in place (an optimizer's step, ``load_state_dict``), when modules
-    begin or end training, and when the model is restored. What is written through ``weight.data``, or to another
-    attribute of a module, leaves no trace: make another.
+    lengths up to the longest that is asked for. On a GPU it is a CUDA graph: a token is one launch instead of hundreds.
+    On a CPU, products with the weights are most of what a token costs, and torch takes them as fast as memory allows
+    only where they are packed for that (:data:`PACKED`). They are packed once, beside those that go on reading prompts,
+    and again when these have been replaced, moved or written to in place (an optimizer's step, ``load_state_dict``),
+    when modules begin or end training, and when the model is restored. What is written through ``weight.data``, or to
+    another attribute of a module, leaves no trace: make another.
 
     Args:
         model: a compressed causal language model, which stays as it is.

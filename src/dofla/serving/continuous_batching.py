@@ -31,9 +31,9 @@ class ContinuousBatching:
             answers = list(threads.map(batching.generate, prompts))
 
     One thread makes all passes of the model. A call waits with its token until every other has one too; then one pass
-    reads them all, each row with the state and the position of its own call. As states are of constant size, they stand
-    side by side as they are, with no pages and no padding. Calls come and go at any token. Between two such passes a
-    prompt is read, or a piece of it (:func:`read_prompt`).
+    reads them all, each row with the state and the position of its own call. States are brought to the size of the
+    largest, and stand side by side, with no pages and no padding. Calls come and go at any token. Between two such
+    passes a prompt is read, or a piece of it (:func:`read_prompt`).
 
     What a call writes is what it would have written alone, up to the order of sums in products of several rows. Calls
     with several sequences, padding, static caches or layers of other kinds (softmax, a sliding window, recurrent), and

@@ -52,7 +52,10 @@ def save_state(cache: Cache, input_ids: Tensor, path: str | Path, model: PreTrai
     layers = _layers(model)
     for index, entry in enumerate(cache.layers):
         if not isinstance(entry, LinearCacheLayer) or entry.states is None:
-            raise DoflaError(f"layer {index} has no linear-attention state: only fully linear models can save a prompt")
+            raise DoflaError(
+                f"layer {index} is softmax, and its keys and values are not saved: compress or linearize all layers "
+                "(no keep_softmax)"
+            )
         for group, state in enumerate(layers[index].resized(entry.states, input_ids.shape[1])):
             tensors |= tensors_of(state, f"{index}.{group}")
     write_tensors(path, tensors, _form(model, layers))

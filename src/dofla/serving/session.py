@@ -113,7 +113,8 @@ class Session:
         self._files: OrderedDict[tuple[int, ...], Path] = OrderedDict()  # by the text whose states they hold
 
     def generate(self, input_ids: Tensor, attention_mask: Tensor | None = None, **options: Any) -> Any:
-        """The result of ``model.generate`` for one text, without the cache, up to the order of sums in its prompt.
+        """The result of ``model.generate`` for one text, without the cache, up to the order of sums in its prompt; and
+        where prompts are read exactly (``prefill``), up to where they are cut.
 
         Args:
             input_ids: the whole conversation [1, L].

@@ -68,6 +68,23 @@ def test_log_normalizers_are_those_of_plain_torch(nearest):
     assert (found[sees] - right[sees]).abs().max() <= error
 
 
+@pytest.mark.parametrize(("dim", "value_dim"), [(32, 16), (320, 320)])
+def test_heads_that_flash_attention_does_not_take_are_done_in_plain_torch(dim, value_dim):
+    from dofla.attention.gpu.backend import Triton
+
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (
+        torch.randn(1, heads, 20, size, generator=generator, dtype=torch.bfloat16)
+        for heads, size in ((HEADS * GROUPS, dim), (HEADS, dim), (HEADS, value_dim))
+    )
+    line = Line(key, value, torch.arange(20).expand(1, HEADS, -1), padded=False)
+    right, _ = exact_causal(query, line, 4, 1, SCALING)
+    line = Line(*(x.to(DEVICE) for x in (key, value, line.rank)), padded=False)
+    found, _ = Triton().exact_causal(query.to(DEVICE), line, 4, 1, SCALING)
+    assert found.shape == (1, HEADS * GROUPS, 20, value_dim)
+    assert (found.cpu().float() - right.float()).abs().max() <= 2**-6
+
+
 @pytest.mark.skipif(INTERPRETED, reason="the interpreter multiplies no bfloat16 numbers")
 def test_a_prefill_retains_what_it_retains_on_a_cpu():
     heads = heads_of(32, 32, [(10, 2, 6, 20), (10, 2, 6, 40)])

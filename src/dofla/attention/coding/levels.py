@@ -67,7 +67,8 @@ def placed(table: Tensor, device: torch.device) -> Tensor:
 @cache
 def _copied(table: Tensor, device: torch.device) -> Tensor:
     """Once, for the CPU waits for a GPU while it copies something there."""
-    return table.to(device)
+    with torch.inference_mode(False):
+        return table.to(device)
 
 
 def scale_code(square: Tensor) -> Tensor:

@@ -101,7 +101,9 @@ class Triton(Backend):
         return merge_exact(out, normalizer, exact), after
 
     def exact_causal(self, query: Tensor, line: Line, window: int, sinks: int, scaling: float) -> tuple[Tensor, Drawn]:
-        if query.dtype != torch.bfloat16 or line.padded:
+        dim, value_dim = line.key.shape[-1], line.value.shape[-1]
+        # Flash attention takes keys and values of one size, of 256 numbers at most.
+        if query.dtype != torch.bfloat16 or line.padded or dim != value_dim or dim > 256:
             return super().exact_causal(query, line, window, sinks, scaling)
         from dofla.attention.gpu.drawn import drawn, flash_attention
 

@@ -22,7 +22,6 @@ from dofla.attention.gpu.encode import WAYS
 from dofla.attention.gpu.token_attend import SUMMANDS, attend
 from dofla.attention.gpu.token_encode import encode_and_rotate
 from dofla.attention.gpu.token_update import update
-from dofla.attention.heads import on_device
 from dofla.attention.layout import Group, Layout
 from dofla.attention.rows import Rows
 
@@ -89,6 +88,7 @@ class Decoder:
         self.most = max(n for n, _ in slots)
         self.parts = min(PARTS, block_count(self.most + 1, TILE))
         self._known: dict[int, tuple[Coding, Coding, Shape]] = {}
+        self._on: dict[torch.device, Tensor] = {}  # descriptions
 
     def coders(self) -> tuple[JointCoder, JointCoder]:
         """Coders of keys and of values, of all heads; as they are now, if one was calibrated, loaded or moved."""
@@ -99,7 +99,10 @@ class Decoder:
     def constants(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """All that kernels look up: descriptions of the heads, the coders' constants, and tables."""
         keys, values = self.coders()
-        return on_device(self.descriptions, device, torch.int32), keys.constants, values.constants, tables_on(device)
+        if device not in self._on:
+            with torch.inference_mode(False):
+                self._on[device] = torch.tensor(self.descriptions, dtype=torch.int32, device=device)
+        return self._on[device], keys.constants, values.constants, tables_on(device)
 
     def __call__(self, call: Call, states: Tensor, out: Tensor, pages: Tensor | None = None) -> None:
         """Attention of a token, and the states after it, as :func:`dofla.attention.gpu.operators.decode`. Of ``out``
