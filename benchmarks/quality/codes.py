@@ -1,6 +1,6 @@
 """Codes of keys and values side by side, nothing evicted: bits per number, loss increase and KL(original ‖ coded).
 
-    python benchmarks/quality/codes.py --model models/qwen --calibrate data/english-train.txt.gz \\
+    python benchmarks/quality/codes.py --model models/qwen2.5-coder-0.5b --calibrate data/english-train.txt.gz \\
         --text data/english-val.txt.gz --text data/books-val.txt.gz --code trellis:3,3 --code turboquant:3,3 \\
         --dofla evict=false --dofla size=3.1MiB
 

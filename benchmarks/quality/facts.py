@@ -1,7 +1,7 @@
 """Facts that a cache finds again: some thirty are told among text, and told once more at its end; how many of those
 are predicted, all tokens of the number right, by the original and by compressed caches.
 
-    python benchmarks/quality/facts.py --model models/qwen --length 4096 --text data/books-val.txt.gz \\
+    python benchmarks/quality/facts.py --model models/qwen2.5-coder-0.5b --length 4096 --text data/books-val.txt.gz \\
         --dofla size=3.1MiB,retrieval_heads=0 --dofla size=3.1MiB --dofla evict=false
 
 A document enters a cache before it is asked for all of its facts, token by token. So this takes a thirtieth of the time
