@@ -117,8 +117,10 @@ def running(
 
 
 def in_torch(name: str, cache: str, new_tokens: int) -> dict[str, InTorch]:
-    """The original, and compressed models with weights as they came and in int8."""
-    found = {SOFTMAX: InTorch(open_original(name, dtype="bfloat16")[0].eval(), False, new_tokens)}
+    """The original, as it is and compiled with a static cache, and compressed models with weights as they came and in
+    int8."""
+    original = open_original(name, dtype="bfloat16")[0].eval()
+    found = {SOFTMAX + way: InTorch(original, bool(way), new_tokens) for way in ("", COMPILED)}
     for kind, options in (("dofla", {"size": cache}), ("dofla, evict=False", {"evict": False})):
         model, small = (open_original(name, dtype=dtype)[0] for dtype in ("bfloat16", "int8"))
         dofla.compress(model, **options)
