@@ -28,7 +28,7 @@ from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import dofla
-from dofla.integration.cache import CACHE_ARGUMENT, LinearCacheLayer
+from dofla.integration.cache import CACHE_ARGUMENT, StateLayer
 from dofla.integration.quantizer import DoflaQuantizer
 
 VERSIONS = f"(transformers {transformers.__version__}, accelerate {accelerate.__version__}, torch {torch.__version__})"
@@ -102,9 +102,9 @@ def test_cache_layers_have_the_methods_that_ours_answer():
     known |= {"prefetch", "reorder_cache", "batch_select_indices", "batch_repeat_interleave", "crop"}
     found = {name for kind in (CacheLayerMixin, DynamicLayer) for name in vars(kind) if not name.startswith("_")}
     found = {name for name in found if callable(getattr(DynamicLayer, name))}
-    same("the methods of transformers' cache layers", found, known, "LinearCacheLayer in cache.py")
+    same("the methods of transformers' cache layers", found, known, "StateLayer in cache.py")
     for name in sorted(known - {"update", "offload", "prefetch"}):
-        theirs, ours = (parameters(getattr(kind, name)) for kind in (DynamicLayer, LinearCacheLayer))
+        theirs, ours = (parameters(getattr(kind, name)) for kind in (DynamicLayer, StateLayer))
         assert theirs == ours, f"cache layers' {name} takes {theirs}, ours {ours} {VERSIONS}: cache.py"
     for name in ("is_sliding", "is_initialized"):
         assert hasattr(DynamicLayer(), name), f"cache layers have no {name} {VERSIONS}: cache.py"
@@ -121,8 +121,8 @@ def test_a_cache_is_a_list_of_layers_that_attention_modules_get(tiny):
     cache = model(tiny.tokens(1, 4)).past_key_values
     assert [x is cache for x in caches] == [True, True], f"attention modules do not get the cache {VERSIONS}: cache.py"
     kinds = {type(layer) for layer in cache.layers}
-    assert kinds == {DynamicLayer}, f"cache.layers holds {kinds} {VERSIONS}: linear_entry in cache.py"
-    assert callable(DynamicCache().layer_class_to_replicate), f"caches cannot grow {VERSIONS}: linear_entry in cache.py"
+    assert kinds == {DynamicLayer}, f"cache.layers holds {kinds} {VERSIONS}: state_entry in cache.py"
+    assert callable(DynamicCache().layer_class_to_replicate), f"caches cannot grow {VERSIONS}: state_entry in cache.py"
     assert issubclass(StaticLayer, CacheLayerMixin), f"static caches have other layers {VERSIONS}: cache.py"
     both = cache_utils.EncoderDecoderCache(cache, DynamicCache())
     assert both.self_attention_cache is cache, f"EncoderDecoderCache has no self_attention_cache {VERSIONS}: cache.py"

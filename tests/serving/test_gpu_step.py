@@ -13,7 +13,7 @@ from transformers import StaticCache
 
 from dofla.attention import CompressedState, gpu
 from dofla.attention.gpu import operators
-from dofla.integration.cache import linear_entry
+from dofla.integration.cache import state_entry
 from dofla.integration.interface import dofla_attention
 
 
@@ -38,7 +38,7 @@ def test_a_layer_is_one_operator_that_updates_rows_in_place(head_budgets, monkey
     backend = Graphs("eager")
     with FakeTensorMode():
         on_a_gpu(model)
-        entry = linear_entry(StaticCache(model.config, 64), module)
+        entry = state_entry(StaticCache(model.config, 64), module)
         entry.update(*[torch.empty(2, 2, 9, 8, device="cuda", dtype=torch.bfloat16)] * 2)
         heads = module.dofla.compressed
         entry.states = [CompressedState(torch.empty(2, heads.layout.bytes, dtype=torch.uint8, device="cuda"))]

@@ -1,6 +1,6 @@
 """Everything that knows how transformers works inside; importing it registers dofla with transformers.
 
-Finding attention modules, attaching linear attention and taking it off again, compressed caches, loading, saving
+Finding attention modules, attaching compressed caches and linear attention and taking them off again, loading, saving
 and sharing with the record that a model card is made from; and what runs a model to measure it: profiles and the
 model's own samples. Knows plans, profiles and windows, and nothing of training.
 """

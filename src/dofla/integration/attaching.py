@@ -12,7 +12,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from dofla.errors import DoflaError
 from dofla.integration.cache import hand_over_cache, record_candidates
-from dofla.integration.instead import LINEAR
+from dofla.integration.instead import DOFLA
 from dofla.integration.offload import device_of
 from dofla.integration.positions import positions_of
 from dofla.integration.second_reading import check_reads_twice, read_again
@@ -107,8 +107,8 @@ def switch_on(model: PreTrainedModel) -> None:
     """Let a model with layers attached use them."""
     before = model.config._attn_implementation
     # Ours, asked for when loading or taken over with the config of a converted model, says nothing.
-    setattr(model, SOFTMAX, model.get_correct_attn_implementation(None) if before == LINEAR else before)
-    model.set_attn_implementation(LINEAR)
+    setattr(model, SOFTMAX, model.get_correct_attn_implementation(None) if before == DOFLA else before)
+    model.set_attn_implementation(DOFLA)
 
 
 def renamed(plan: Plan, model: PreTrainedModel) -> Plan:

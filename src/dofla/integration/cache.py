@@ -1,4 +1,4 @@
-"""The entry of a transformers cache that holds a layer's linear-attention states instead of keys and values."""
+"""The entry of a transformers cache that holds the states of a layer instead of its keys and values."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -13,7 +13,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from dofla.attention import CompressedState
 from dofla.attention.state import Tensors
 from dofla.errors import DoflaError
-from dofla.integration.instead import LINEAR, computed_instead
+from dofla.integration.instead import DOFLA, computed_instead
 from dofla.integration.rollback import LEAST, History
 
 logger = logging.getLogger(__name__)
@@ -22,8 +22,8 @@ CACHE_ARGUMENT = "cache" if "cache" in BaseModelOutputWithPast.__dataclass_field
 """The name of the cache among the arguments and results of models, which transformers 5.24 changed."""
 
 
-class LinearCacheLayer(CacheLayerMixin):
-    """Constant-size cache of one layer.
+class StateLayer(CacheLayerMixin):
+    """States of a layer, in the place of its keys and values.
 
     ``update`` returns the new keys and values as they are; attention itself puts them into ``states``, one per group of
     heads. Where layers stand ``beside_softmax``, masks are made for those; ``positions`` are given if this entry is to
@@ -175,7 +175,7 @@ class LinearCacheLayer(CacheLayerMixin):
             self.states = [fn(state) for state in self.states]
 
 
-class StaticLinearCacheLayer(LinearCacheLayer):
+class StaticStateLayer(StateLayer):
     """The entry of a static cache. Counts tokens in a tensor, so that one compiled graph serves all of them. On a GPU,
     the state and the count stay at their addresses: CUDA graphs replay kernels that read and update them there. Tokens
     cannot be taken back."""
@@ -247,10 +247,10 @@ def in_cuda_graphs(x: Tensor) -> bool:
 def hand_over_cache(module: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
     """Forward pre-hook of a converted module: give it its cache entry, swapping in ours the first time. The entry goes
     along as one more argument, which all families pass on to the attention function."""
-    if module.config._attn_implementation != LINEAR or computed_instead(module.config):
+    if module.config._attn_implementation != DOFLA or computed_instead(module.config):
         return None
     cache = cache_of(args, kwargs)
-    return None if cache is None else (args, {**kwargs, "dofla_entry": linear_entry(cache, module)})
+    return None if cache is None else (args, {**kwargs, "dofla_entry": state_entry(cache, module)})
 
 
 def record_candidates(model: Any, args: tuple, kwargs: dict[str, Any]) -> None:
@@ -262,7 +262,7 @@ def record_candidates(model: Any, args: tuple, kwargs: dict[str, Any]) -> None:
     cache = cache_of(args, kwargs)
     for module in model.modules():
         if cache is not None and "dofla" in module._modules:
-            linear_entry(cache, module).activate_past_recording()
+            state_entry(cache, module).activate_past_recording()
 
 
 def cache_of(args: tuple, kwargs: dict[str, Any]) -> Cache | None:
@@ -274,13 +274,13 @@ def cache_of(args: tuple, kwargs: dict[str, Any]) -> Cache | None:
     return cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
 
 
-def linear_entry(cache: Cache, module: Any) -> LinearCacheLayer:
-    """A converted module's entry of the cache, made linear if it is still empty, and ready for the next tokens."""
+def state_entry(cache: Cache, module: Any) -> StateLayer:
+    """A converted module's entry of the cache, made one if it is still empty, and ready for the next tokens."""
     index, make = module.layer_idx, cache.layer_class_to_replicate
     while make is not None and len(cache.layers) <= index:
         cache.layers.append(make())
     entry = cache.layers[index]
-    if not isinstance(entry, LinearCacheLayer):
+    if not isinstance(entry, StateLayer):
         if isinstance(entry, CacheLayerMixin) and entry.is_initialized and entry.get_seq_length() > 0:
             raise DoflaError(
                 f"the cache already holds {int(entry.get_seq_length())} tokens of softmax attention in layer {index}: "
@@ -293,10 +293,10 @@ def linear_entry(cache: Cache, module: Any) -> LinearCacheLayer:
                 "which is the default"
             )
         if isinstance(entry, StaticLayer):
-            entry = StaticLinearCacheLayer(beside_softmax, entry.max_cache_len)
+            entry = StaticStateLayer(beside_softmax, entry.max_cache_len)
         else:  # one of them says when positions end
-            silent = any(isinstance(other, LinearCacheLayer) for other in cache.layers)
-            entry = LinearCacheLayer(beside_softmax, None if silent else module.dofla.positions)
+            silent = any(isinstance(other, StateLayer) for other in cache.layers)
+            entry = StateLayer(beside_softmax, None if silent else module.dofla.positions)
         cache.layers[index] = entry
     entry.handed_over = True
     return entry
@@ -306,7 +306,7 @@ def cache_bytes(cache: Cache) -> int:
     """Bytes of all keys, values and states in a transformers cache."""
     total = 0
     for entry in cache.layers:
-        if isinstance(entry, LinearCacheLayer):
+        if isinstance(entry, StateLayer):
             total += entry.bytes
         elif isinstance(entry, CacheLayerMixin):
             total += sum(t.numel() * t.element_size() for t in (entry.keys, entry.values) if t is not None)

@@ -17,8 +17,8 @@ class Converted:
     """A converted model and what is known of it.
 
     Attributes:
-        model: the model of transformers, which computes linear attention, or compresses its cache.
-        layers: the linear attention of each converted module, by the module's name.
+        model: the model of transformers, with compressed caches or linear attention.
+        layers: attention of each converted module, by the module's name.
         plan: what it was converted by.
         record: where it comes from, how it was trained and how it did.
     """

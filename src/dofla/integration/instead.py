@@ -9,7 +9,7 @@ from contextvars import ContextVar
 import torch
 from transformers import PreTrainedModel
 
-LINEAR, RECORDING = "dofla", "dofla_recording"
+DOFLA, RECORDING = "dofla", "dofla_recording"
 """The names under which dofla's attention is registered, and that which shows its inputs to a visitor."""
 INSTEAD: ContextVar[Mapping[int, str]] = ContextVar("dofla_instead", default={})  # noqa: B039 never changed
 """The attention that models compute instead of dofla's, by the id of their config."""

@@ -15,7 +15,7 @@ from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from dofla.errors import DoflaError
-from dofla.integration.instead import INSTEAD, LINEAR, RECORDING, computed_instead, computing, configs_of
+from dofla.integration.instead import DOFLA, INSTEAD, RECORDING, computed_instead, computing, configs_of
 from dofla.integration.masks import full_mask, padding_mask, padding_of, plain_mask, visible
 from dofla.integration.padding import run_padded
 from dofla.integration.rollback import Read, Vectors
@@ -196,7 +196,7 @@ def visiting(model: PreTrainedModel, visitor: Visitor | None, run: Callable | No
     """Within the block, ``visitor`` sees every call of the model's attention, which goes on with ``run``; default
     softmax attention. By default a converted model goes on serving other threads meanwhile."""
     before, configs = model.config._attn_implementation, configs_of(model)
-    if before == LINEAR and run is None:
+    if before == DOFLA and run is None:
         token = _visitor.set((visitor, softmax_attention))
         try:
             with computing(model, RECORDING):
@@ -267,6 +267,6 @@ def standard_scaling(module: nn.Module, query: Tensor, scaling: float | None) ->
     return query, float(scaling)
 
 
-for name, function in ((LINEAR, dofla_attention), (RECORDING, recording_attention)):
+for name, function in ((DOFLA, dofla_attention), (RECORDING, recording_attention)):
     AttentionInterface.register(name, function)
     AttentionMaskInterface.register(name, padding_mask)

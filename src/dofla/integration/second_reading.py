@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from dofla.attention import LOG_ZERO, exact_scores
 from dofla.errors import DoflaError
-from dofla.integration.cache import cache_of, linear_entry
+from dofla.integration.cache import cache_of, state_entry
 from dofla.integration.instead import computed_instead
 from dofla.integration.interface import one_by_one
 from dofla.integration.offload import device_of
@@ -87,7 +87,7 @@ def read_again(model: PreTrainedModel, body: nn.Module, args: tuple, kwargs: dic
         for row, text, own in zip(importance, texts, real.to(device), strict=True):
             if text:
                 row[:, own] = read[text][name].square().to(row)
-        linear_entry(cache, module).importance = importance
+        state_entry(cache, module).importance = importance
 
 
 @torch.no_grad()

@@ -30,7 +30,7 @@ class AttentionSite:
     scaling: float  # of the scores, queries and keys as projected
     causal: bool  # or bidirectional
     linear_time: bool = False  # attends to a bounded number of tokens already (sliding window, chunks); left as it is
-    refusal: str | None = None  # why linear attention cannot express it
+    refusal: str | None = None  # why it can be neither compressed nor linear
     shares_keys: bool = False  # keys and values are those of another layer, or another's are its own; left as it is
     window: int | None = None  # how many tokens it attends to at most, where that is known
     borrows_keys: bool = False  # keys and values are those of an earlier layer; it keeps none in the cache

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import Cache, DynamicLayer, PreTrainedModel
 
 from dofla.data import TokenWindows
-from dofla.integration.cache import CACHE_ARGUMENT, LinearCacheLayer
+from dofla.integration.cache import CACHE_ARGUMENT, StateLayer
 from dofla.integration.checkpoint import apply_adapter
 from dofla.integration.converted import Converted
 from dofla.integration.offload import device_of
@@ -117,7 +117,7 @@ def _lengths(model: PreTrainedModel, spare: int) -> list[int]:
 def _stretch(cache: Cache, length: int) -> None:
     """Change a cache as if the context were ``length`` tokens long; layers with a sliding window keep their size."""
     for entry in cache.layers:
-        if isinstance(entry, LinearCacheLayer):
+        if isinstance(entry, StateLayer):
             entry.tokens = length
         elif isinstance(entry, DynamicLayer) and not entry.is_sliding:
             for name in ("keys", "values"):

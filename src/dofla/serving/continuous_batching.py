@@ -16,7 +16,7 @@ from transformers import Cache, DynamicCache
 from transformers.utils import ModelOutput
 
 from dofla.errors import DoflaError
-from dofla.integration.cache import CACHE_ARGUMENT, LinearCacheLayer
+from dofla.integration.cache import CACHE_ARGUMENT, StateLayer
 from dofla.integration.converted import Converted
 from dofla.serving.models import Module, view, writing
 
@@ -156,7 +156,7 @@ class ContinuousBatching:
         joined = DynamicCache(config=self._config)
         joined.layers = []
         for layer, entries in zip(self._layers, zip(*map(_states, caches), strict=True), strict=True):
-            entry = LinearCacheLayer(beside_softmax=False)
+            entry = StateLayer(beside_softmax=False)
             entry.states = layer.joined([own.states or () for own in entries])
             entry.tokens, entry.is_initialized = max(own.tokens for own in entries), True
             joined.layers.append(entry)
@@ -182,10 +182,10 @@ class _Step:
     answer: Future = field(default_factory=Future)
 
 
-def _states(cache: Cache) -> list[LinearCacheLayer]:
+def _states(cache: Cache) -> list[StateLayer]:
     """The entries of a cache that holds what compressed layers carry on, and nothing else; none of any other, nor where
     tokens may be taken back."""
-    entries = [x for x in cache.layers if isinstance(x, LinearCacheLayer) and x.states and not x.beside_softmax]
+    entries = [x for x in cache.layers if isinstance(x, StateLayer) and x.states and not x.beside_softmax]
     return [] if len(entries) < len(cache.layers) or any(x.record_past for x in entries) else entries
 
 

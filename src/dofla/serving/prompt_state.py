@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel
 
 from dofla.errors import DoflaError
-from dofla.integration.cache import CACHE_ARGUMENT, LinearCacheLayer
+from dofla.integration.cache import CACHE_ARGUMENT, StateLayer
 from dofla.integration.converted import Converted, is_converted
 from dofla.integration.offload import device_of
 from dofla.integration.positions import text_positions
@@ -51,7 +51,7 @@ def save_state(cache: Cache, input_ids: Tensor, path: str | Path, model: PreTrai
     tensors: dict[str, Tensor] = {"input_ids": input_ids}
     layers = _layers(model)
     for index, entry in enumerate(cache.layers):
-        if not isinstance(entry, LinearCacheLayer) or entry.states is None:
+        if not isinstance(entry, StateLayer) or entry.states is None:
             raise DoflaError(
                 f"layer {index} is softmax, and its keys and values are not saved: compress or linearize all layers "
                 "(no keep_softmax)"
@@ -82,7 +82,7 @@ def load_state(path: str | Path, model: PreTrainedModel) -> tuple[Tensor, Cache]
     check_readable(model, input_ids, f"{path} is damaged")
     cache = read_prompt(model, input_ids[:, :1])  # of the same form, and filled with what was saved
     for index, entry in enumerate(cache.layers):
-        if isinstance(entry, LinearCacheLayer):
+        if isinstance(entry, StateLayer):
             try:
                 states = layers[index].resized(entry.states or (), input_ids.shape[1])
                 entry.states = [filled(state, f"{index}.{n}", tensors) for n, state in enumerate(states)]
