@@ -6,6 +6,7 @@
 namespace dofla::coding {
 
 constexpr std::int64_t kTile = kLanes;  // tokens whose sums are one vector
+constexpr int kHeads = kLanes == 16 ? 8 : 4;  // query heads for which what is decoded stays in registers
 
 // The sum of the numbers of each of a tile's vectors: those S apart are folded into one, which has half of the sums of each.
 template <int S = kTile / 2, int... Lane>
@@ -20,17 +21,17 @@ inline Lanes sums(Lanes* rows, std::integer_sequence<int, Lane...> lanes) {
   return rows[0];
 }
 
-// Products of G queries [G, dim] with `count` vectors, at to[g * stride + t]; `of(first, tokens, sum)` adds up those of a tile.
+// Products of G queries [G, dim] with `count` vectors, at to[g * stride + t]; `of(t, own)` adds up those of a vector.
 template <int N, int G, typename Of>
 inline void products(std::int64_t count, float* to, std::int64_t stride, const Of& of) {
   for (std::int64_t first = 0; first < count; first += kTile) {
-    Floats<N> sum[G][kTile] = {};
-    of(first, std::min(kTile, count - first), sum);
-    Lanes rows[kTile];
-    for (int g = 0; g < G; ++g) {
-      for (int t = 0; t < kTile; ++t) rows[t] = sum[g][t].lanes();
-      store(to + g * stride + first, sums(rows, kEachLane));
+    Lanes rows[G][kTile];
+    for (std::int64_t t = 0; t < kTile; ++t) {
+      Floats<N> own[G] = {};
+      if (first + t < count) of(first + t, own);
+      for (int g = 0; g < G; ++g) rows[g][t] = own[g].lanes();
     }
+    for (int g = 0; g < G; ++g) store(to + g * stride + first, sums(rows[g], kEachLane));
   }
 }
 
@@ -38,34 +39,28 @@ inline void products(std::int64_t count, float* to, std::int64_t stride, const O
 template <int N, int G>
 inline void scores(std::int64_t dim, const std::int8_t* integers, const std::int8_t* exponents, std::int64_t count,
                    const float* queries, float* to, std::int64_t stride) {
-  products<N, G>(count, to, stride, [&](std::int64_t first, std::int64_t tokens, auto& sum) {
-    for (std::int64_t t = 0; t < tokens; ++t) {
-      Floats<N> own[G] = {};
-      for (std::int64_t i = 0; i < dim; i += N) {
-        const Floats<N> x = floats<N>(integers + (first + t) * dim + i);
-        for (int g = 0; g < G; ++g) own[g] += Floats<N>::load(queries + g * dim + i) * x;
-      }
-      for (int g = 0; g < G; ++g) sum[g][t] = own[g] * power_of_two(exponents[first + t]);
+  products<N, G>(count, to, stride, [&](std::int64_t t, auto& own) {
+    for (std::int64_t i = 0; i < dim; i += N) {
+      const Floats<N> x = floats<N>(integers + t * dim + i);
+      for (int g = 0; g < G; ++g) own[g] += Floats<N>::load(queries + g * dim + i) * x;
     }
+    const float power = power_of_two(exponents[t]);
+    for (int g = 0; g < G; ++g) own[g] *= power;
   });
 }
 
-// ... of rotated queries with codes, a block at a time.
+// ... of rotated queries with codes.
 template <int N, int G>
 inline void scores(const Coder& coder, const std::uint8_t* codes, const std::uint8_t* scales,
                    std::int64_t count, const float* queries, float* to, std::int64_t stride) {
   const std::int64_t bytes = coder.bytes(), blocks = coder.blocks();
-  products<N, G>(count, to, stride, [&](std::int64_t first, std::int64_t tokens, auto& sum) {
-    const std::uint8_t* code = codes + first * bytes;
+  products<N, G>(count, to, stride, [&](std::int64_t t, auto& own) {
+    const std::uint8_t* code = codes + t * bytes;
     for (std::int64_t b = 0; b < blocks; ++b) {
       with_bits(coder.bits[b], [&](auto n) {
-        Floats<N> query[G];
-        for (int g = 0; g < G; ++g) query[g] = Floats<N>::load(queries + g * coder.dim + b * N);
-        for (std::int64_t t = 0; t < tokens; ++t) {
-          const Floats<N> x = levels_of<N, n>(code + t * bytes, coder.tables.levels(n)) *
-                              coder.tables.scales()[scales[(first + t) * blocks + b]];
-          for (int g = 0; g < G; ++g) sum[g][t] += query[g] * x;
-        }
+        const Floats<N> x =
+            levels_of<N, n>(code, coder.tables.levels(n)) * coder.tables.scales()[scales[t * blocks + b]];
+        for (int g = 0; g < G; ++g) own[g] += Floats<N>::load(queries + g * coder.dim + b * N) * x;
         code += n * N / 8;
       });
     }
@@ -140,14 +135,10 @@ inline void unrotate(const Coder& coder, const float* rotated, const float* mass
   float found[G][kTile];
   for (std::int64_t begin = 0; begin < dim; begin += kTile) {
     const std::int64_t rows = std::min(kTile, dim - begin);
-    products<N, G>(rows, found[0], kTile, [&](std::int64_t, std::int64_t, auto& sum) {
-      for (std::int64_t i = 0; i < rows; ++i) {
-        Floats<N> own[G] = {};
-        for (std::int64_t j = 0; j < dim; j += N) {
-          const Floats<N> row = Floats<N>::load(coder.back + (begin + i) * dim + j);
-          for (int g = 0; g < G; ++g) own[g] += Floats<N>::load(rotated + g * dim + j) * row;
-        }
-        for (int g = 0; g < G; ++g) sum[g][i] = own[g];
+    products<N, G>(rows, found[0], kTile, [&](std::int64_t i, auto& own) {
+      for (std::int64_t j = 0; j < dim; j += N) {
+        const Floats<N> row = Floats<N>::load(coder.back + (begin + i) * dim + j);
+        for (int g = 0; g < G; ++g) own[g] += Floats<N>::load(rotated + g * dim + j) * row;
       }
     });
     for (int g = 0; g < G; ++g) {

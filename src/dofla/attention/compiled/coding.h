@@ -39,7 +39,7 @@ struct Coder {
   }
 };
 
-// `call` with a number of the type system: a block's size, its bits, up to four query heads from `first` on.
+// `call` with a number of the type system: a block's size, its bits, up to `Most` query heads from `first` on.
 template <typename Call>
 inline void with_block(std::int64_t block, const Call& call) {
   block == 16 ? call(std::integral_constant<int, 16>{}) : call(std::integral_constant<int, 8>{});
@@ -56,15 +56,18 @@ inline void with_bits(int bits, const Call& call) {
   }
 }
 
-template <typename Call>
+template <int Most, typename Call>
+inline void with_rest(std::int64_t groups, std::int64_t first, const Call& call) {
+  if constexpr (Most > 0) {
+    groups == Most ? call(std::integral_constant<int, Most>{}, first) : with_rest<Most - 1>(groups, first, call);
+  }
+}
+
+template <int Most = 4, typename Call>
 inline void with_groups(std::int64_t groups, const Call& call) {
   std::int64_t first = 0;
-  for (; first + 4 <= groups; first += 4) call(std::integral_constant<int, 4>{}, first);
-  switch (groups - first) {
-    case 3: return call(std::integral_constant<int, 3>{}, first);
-    case 2: return call(std::integral_constant<int, 2>{}, first);
-    case 1: return call(std::integral_constant<int, 1>{}, first);
-  }
+  for (; first + Most <= groups; first += Most) call(std::integral_constant<int, Most>{}, first);
+  with_rest<Most - 1>(groups - first, first, call);
 }
 
 // The exponent that std::frexp gives; subnormal numbers have that of the smallest normal one, which is clamped anyway.

@@ -80,7 +80,7 @@ class Decoder {
     }
     const coding::Coder coder = group.values.head(h);
     coding::with_block(coder.block, [&](auto block) {
-      coding::with_groups(group.groups, [&](auto g, std::int64_t first) {
+      coding::with_groups<coding::kHeads>(group.groups, [&](auto g, std::int64_t first) {
         coding::unrotate<block, g>(coder, &all.rotated[first * dim], &all.mass[first], &all.out[first * dim]);
       });
     });
@@ -125,7 +125,7 @@ class Decoder {
   void score(std::int64_t n, std::int64_t h) {
     const coding::Coder coder = group_.keys.head(h);
     coding::with_block(coder.block, [&](auto block) {
-      coding::with_groups(group_.groups, [&](auto g, std::int64_t first) {
+      coding::with_groups<coding::kHeads>(group_.groups, [&](auto g, std::int64_t first) {
         const float* queries = &queries_[first * coder.dim];
         float *rotated = &rotated_[first * coder.dim], *to = &scores_[first * columns_];
         coding::rotate_query<block, g>(coder, queries, rotated, &beside_[first]);
@@ -154,7 +154,7 @@ class Decoder {
   void average(std::int64_t n, std::int64_t h, Seen& seen) {
     const coding::Coder coder = group_.values.head(h);
     coding::with_block(coder.block, [&](auto block) {
-      coding::with_groups(group_.groups, [&](auto g, std::int64_t first) {
+      coding::with_groups<coding::kHeads>(group_.groups, [&](auto g, std::int64_t first) {
         const float* weights = &scores_[first * columns_];
         for (const Tokens* tokens : near_) {
           coding::weighed<block, g>(coder.dim, tokens->row<std::int8_t>(2, n, h, 0), tokens->row<std::int8_t>(3, n, h, 0),
