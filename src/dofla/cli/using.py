@@ -144,7 +144,7 @@ def generate(
     check_readable(opened, ids, "--prompt", new_tokens)
     start = _prompt_state(opened, tokenizer, prompt_state, document)
     if start is not None:
-        if ids[0, 0] == tokenizer.bos_token_id:  # the document has begun already
+        if ids.shape[1] > 1 and ids[0, 0] == tokenizer.bos_token_id:  # the document has begun already
             ids = ids[:, 1:]
         ids = torch.cat([start[0].cpu(), ids], dim=1)
         options[CACHE_ARGUMENT] = start[1]

@@ -30,9 +30,10 @@ class Drawing {
  public:
   Drawing(const Group& group, std::int64_t rows, std::int64_t count)
       : group_(group), dim_(group.keys.dim), blocks_(dim_ / group.keys.block), stride_(whole_lanes(count, kAside)),
-        across_(whole_lanes(dim_)), fineness_(dim_), power_(rows), rotated_query_(4 * across_), units_(rows * blocks_), rotation_(dim_ * across_), integers_(rows * dim_),
-        rotated_(rows * dim_), tile_(kLanes * dim_), numbers_(dim_ / kPair * stride_), key_units_(blocks_ * stride_),
-        steps_(rows * stride_), drawn_(stride_), gain_(stride_), bytes_(dim_) {}
+        across_(whole_lanes(dim_)), fineness_(dim_), power_(rows), rotated_query_(4 * across_), units_(rows * blocks_),
+        rotation_(dim_ * across_), integers_(rows * dim_), rotated_(rows * dim_), tile_(kLanes * dim_),
+        numbers_(dim_ / kPair * stride_), key_units_(blocks_ * stride_), steps_(rows * stride_), drawn_(stride_),
+        gain_(stride_), bytes_(dim_) {}
 
   // A query [d] as row `row`.
   void take(std::int64_t row, const float* query) {
