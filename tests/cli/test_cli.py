@@ -7,6 +7,7 @@ import pytest
 import torch
 import yaml
 from command_line import call, refused
+from tokenizers.processors import TemplateProcessing
 from word_tokenizers import WORDS, word_tokenizer
 
 from dofla.plans.curves import Curves
@@ -69,6 +70,21 @@ def test_the_verbs_work_one_after_the_other(home, profile, student, capsys):
     assert call("generate", student, "--prompt", "w4 w5 w6 w7 w1 w2 w3", "--new-tokens", 5) == 0
     assert capsys.readouterr().out == first
     assert call("generate", student, *options, "--prompt-state", home / "none.safetensors") == 2
+
+
+def test_a_prompt_behind_a_document_begins_no_second_text(home, capsys, tmp_path):
+    options = ["--data", home / "text.txt", "--set", "length=32", "--set", "windows=4", "--set", "prefill=sequential"]
+    assert call("compress", home / "model", *options, "--no-evict", "--out", tmp_path / "small") == 0
+    tokenizer = word_tokenizer(bos_token="<end>", eos_token="<end>")
+    tokenizer._tokenizer.post_processor = TemplateProcessing(single="<end> $A", special_tokens=[("<end>", 0)])
+    tokenizer.save_pretrained(tmp_path / "small")
+    (tmp_path / "document.txt").write_text("w4 w5 w6 w7")
+    state = ["--prompt-state", tmp_path / "state", "--document", tmp_path / "document.txt"]
+    capsys.readouterr()
+    for prompt, more in (("w4 w5 w6 w7 w1 w2", []), ("w1 w2", state)):
+        assert call("generate", tmp_path / "small", "--prompt", prompt, "--new-tokens", 12, *more) == 0
+    whole, behind = capsys.readouterr().out.splitlines()
+    assert whole == behind
 
 
 def test_curves_are_measured_and_spent(home, profile, capsys, tmp_path):

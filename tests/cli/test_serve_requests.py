@@ -9,11 +9,13 @@ import re
 import openai
 import pytest
 import torch
+from command_line import call
 from PIL import Image
 from served_models import Client, chat_tokenizer, served, small
 from transformers import (
     CONFIG_MAPPING,
     AutoModelForImageTextToText,
+    AutoProcessor,
     AutoTokenizer,
     CLIPImageProcessor,
     CLIPVisionConfig,
@@ -21,6 +23,7 @@ from transformers import (
     LlavaProcessor,
 )
 
+import dofla
 from dofla.integration.packages import packaged_path
 from dofla.runs.opening import reader_of as processor_of
 from dofla.serving import ContinuousBatching
@@ -247,6 +250,15 @@ def seeing(tiny, folder):
     options = {"patch_size": 8, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}
     LlavaProcessor(pictures, tokenizer, chat_template=SEES, image_token="<image>", **options).save_pretrained(folder)
     return compressed, processor_of(str(folder), compressed, tokenizer)
+
+
+def test_a_model_that_sees_is_compressed_with_its_processor(tiny, tmp_path):
+    compressed, processor = seeing(tiny, tmp_path / "before")
+    dofla.restore(compressed).save_pretrained(tmp_path / "model")
+    processor.save_pretrained(tmp_path / "model")
+    text = ["--data", "sample", "--set", "length=64", "--set", "windows=2"]
+    assert call("compress", tmp_path / "model", *text, "--no-evict", "--out", tmp_path / "small") == 0
+    assert isinstance(AutoProcessor.from_pretrained(tmp_path / "small"), LlavaProcessor)
 
 
 def picture(color):
