@@ -7,9 +7,10 @@ Run it in an environment with vLLM (``nox -s vllm`` makes one). COMPRESSED is a 
 of a compressed model, ORIGINAL that of the model before. All clients ask at once, each with a text of its own; each
 cell is the median over ``--rounds``, after one round of the first cell that is not counted. The models take turns, each
 in a process of its own. ``--kv-cache-dtype fp8`` adds vLLM's fp8 cache, where the device has it. Sequences that fit are
-those of the longest length in ``--space`` GiB. With ``--shared`` all prompts begin with the same tokens, which were
-read before; models that keep known prefixes stand beside dofla without, to which the ratios are. ``--ngram`` adds dofla
-with as many candidates from the text, and prompts are then texts that repeat.
+those of the longest length in ``--space`` GiB. Compressed models are transformers' in vLLM, whose own layers are fused;
+``--unfused`` adds the original as transformers' model. With ``--shared`` all prompts begin with the same tokens, which
+were read before; models that keep known prefixes stand beside dofla without, to which the ratios are. ``--ngram`` adds
+dofla with as many candidates from the text, and prompts are then texts that repeat.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ def main(
     most: Annotated[int | None, typer.Option(help="Leave out cells with more prompt tokens, of all clients.")] = None,
     space: Annotated[int, typer.Option(min=1, help="GiB of cache on a CPU.")] = 1,
     kv_cache_dtype: Annotated[list[str] | None, typer.Option(help="More caches of the original; repeatable.")] = None,
+    unfused: Annotated[bool, typer.Option("--unfused", help="Add the original as transformers' model.")] = False,
     shared: Annotated[int, typer.Option(help="Tokens with which all prompts begin, known before.")] = 0,
     ngram: Annotated[int, typer.Option(help="Candidates of speculative decoding.")] = 0,
     worker: Annotated[str | None, typer.Option(hidden=True)] = None,
@@ -50,6 +52,8 @@ def main(
     kinds = {"dofla": (compressed, "auto"), "vLLM's cache": (original, "auto")}
     kinds |= {f"vLLM's {name} cache": (original, name) for name in kv_cache_dtype or []}
     tasks = {name: {"model": model, "dtype": dtype, "known": shared > 0} for name, (model, dtype) in kinds.items()}
+    if unfused:
+        tasks["vLLM's cache, unfused"] = {"model": original, "dtype": "auto", "known": shared > 0, "of": "transformers"}
     if shared:
         tasks["dofla, prefixes read"] = {"model": compressed, "dtype": "auto", "known": False}
     if ngram:
@@ -89,6 +93,7 @@ def measure(
     shared: int,
     repeats: bool,
     candidates: int = 0,
+    of: str = "auto",
 ) -> None:
     """Print the figures of one model as JSON."""
     import torch
@@ -104,7 +109,7 @@ def measure(
             "prompt_lookup_max": 4,
             "prompt_lookup_min": 2,
         }
-    llm = LLM(model, kv_cache_dtype=dtype, **options)
+    llm = LLM(model, kv_cache_dtype=dtype, model_impl=of, **options)
     engine, sampling = llm.llm_engine, SamplingParams(max_tokens=new_tokens, min_tokens=new_tokens, temperature=0)
     generator, found = torch.Generator().manual_seed(0), {}
     vocabulary = engine.model_config.get_vocab_size()
