@@ -28,6 +28,8 @@ from dofla.storage.rank import is_main_process
 if TYPE_CHECKING:
     from dofla.runs.view import View
 
+_TALKATIVE = "torchao", "torch.utils._pytree"
+"""Loggers that warn, whenever torchao is imported, of libraries that it does without."""
 Verbose = Annotated[bool, Option("--verbose", "-v", help="Log every step.", rich_help_panel=OUTPUT)]
 Quiet = Annotated[bool, Option("--quiet", "-q", help="Only print errors and requested text.", rich_help_panel=OUTPUT)]
 Json = Annotated[bool, Option("--json", help="Only print the result, as JSON.", rich_help_panel=OUTPUT)]
@@ -157,6 +159,8 @@ def _check(name: str, value: Any) -> None:
 @contextmanager
 def _showing(manner: Verbosity) -> Iterator[None]:
     """Within the block there is a view, and what is logged is shown on it."""
+    for name in () if manner.verbose or manner.debug else _TALKATIVE:
+        logging.getLogger(name).setLevel(logging.ERROR)
     from transformers.utils import logging as transformers_logging
 
     from dofla.runs.view import View
