@@ -110,3 +110,9 @@ def test_all_that_dofla_exports_is_there():
 
 def test_help_names_the_tables_that_there_are():
     assert list(TABLES) == NAMES.split(", ")
+
+
+@pytest.mark.slow
+def test_packages_that_are_imported_say_nothing():
+    done = subprocess.run([sys.executable, "-m", "dofla", "check", "demo"], capture_output=True, text=True, check=True)
+    assert done.stderr == ""
