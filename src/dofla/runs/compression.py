@@ -3,9 +3,10 @@
 import math
 from pathlib import Path
 
-from dofla.compression.calibrate import calibrate
+from dofla.compression.calibrate import measure
 from dofla.compression.compress import check_fit, compress
 from dofla.compression.directions import LENGTH, WINDOWS
+from dofla.compression.retrieval import AUTO
 from dofla.compression.target import Target
 from dofla.distillation.distributed import wait
 from dofla.runs.models import Models
@@ -32,8 +33,9 @@ class CompressedModels(Models[Compression, ModelSpec]):
         given = {name: getattr(recipe, name) for name in ("head_budgets", "retrieval_heads", "prefill", "bits")}
         check_fit(target, size, None, **given)  # before minutes go
         windows = text.take(math.ceil(WINDOWS * LENGTH / text.length))
-        options = {name: getattr(recipe, name) for name in ("head_budgets", "context", "keep_softmax")}
-        options["tokenizer"] = self.opened.tokenizer if recipe.retrieval_heads else None
+        tokenizer = self.opened.tokenizer if recipe.retrieval_heads else None
+        needed = recipe.retrieval_heads not in (0, AUTO)
+        options = model, target, windows, recipe.head_budgets, tokenizer, recipe.evaluate.batch_size
         with self.view.progress("calibrate") as bar:
-            measured = calibrate(model, windows, batch_size=recipe.evaluate.batch_size, progress=bar.stage, **options)
+            measured = measure(*options, bar.stage, needed)
         measured.save(path)
