@@ -57,6 +57,15 @@ def test_a_compression_is_that_of_compress(tiny, tmp_path, open_as):
     assert run(asked, tmp_path / "run") == results
 
 
+def test_a_compression_that_holds_every_token(tiny, tmp_path, open_as):
+    windows, options = TokenWindows.of(tiny.tokens(14, 24)), {"evict": False, "bits": 4.0}
+    open_as(tiny.llama(), None, windows)
+    results = run(Recipe.from_dict({"model": "tiny", "evaluate": {"prompts": 0}, **options}), tmp_path / "run")
+    model = dofla.compress(tiny.llama(), windows, **options)
+    assert plan_of(tmp_path / "run") == model.config.quantization_config.plan
+    assert results["models"][0]["runs"][0]["language"]["loss"] == dofla.evaluate(model, windows).loss
+
+
 def test_a_compression_for_a_context_with_retrieval_heads(tiny, tmp_path, tokenizer, open_as):
     def model():
         return tiny.llama(vocab_size=2048)

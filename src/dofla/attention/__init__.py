@@ -24,7 +24,7 @@ from dofla.attention.group import HeadGroup
 from dofla.attention.kernel import exact_scores, log_kernel
 from dofla.attention.layout import CompressedState, HeadSizes, Layout
 from dofla.attention.naive import naive_attention
-from dofla.attention.state import FeatureState, TokenBuffer, accumulable, log_weights, side_by_side
+from dofla.attention.state import FeatureState, TokenBuffer, accumulable, log_weights
 
 __all__ = [
     "LOG_ZERO",
@@ -54,7 +54,6 @@ __all__ = [
     "packed",
     "recurrent",
     "rounded",
-    "side_by_side",
     "tier_bytes",
     "unpacked",
 ]

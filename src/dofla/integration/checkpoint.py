@@ -16,7 +16,7 @@ from dofla.attention.coding.coder import check_coders
 from dofla.errors import DoflaError, about, first_line
 from dofla.integration.contents import ADAPTER, AdapterConfig, check_model
 from dofla.integration.converted import Converted, is_converted
-from dofla.integration.hub import ACCESS, fetch, hub_name
+from dofla.integration.hub import access_of, fetch, hub_name
 from dofla.integration.lora import factor_pairs, merge_factors
 from dofla.integration.model_card import write_card
 from dofla.integration.offload import check_in_memory, device_of
@@ -149,8 +149,7 @@ def load_any(
 ) -> PreTrainedModel:
     """Open a converted model, or a model that is none: as :func:`load`, but a plain checkpoint is opened as it is."""
     path = path if Path(path).is_dir() else packaged_path(str(path))
-    access = {name: kwargs[name] for name in ACCESS & kwargs.keys()}
-    folder = Path(path) if Path(path).is_dir() else fetch(Path(path).as_posix(), _FILES, **access)
+    folder = Path(path) if Path(path).is_dir() else fetch(Path(path).as_posix(), _FILES, **access_of(kwargs))
     if not (folder / ADAPTER).exists():
         return load_model(path, trust_remote_code=trust_remote_code, **kwargs)
     adapter = _description(folder)
@@ -304,8 +303,7 @@ def load_model(
     resize = kwargs.pop("ignore_mismatched_sizes", False)
     options = {"trust_remote_code": trust_remote_code, "ignore_mismatched_sizes": True, "output_loading_info": True}
     try:
-        access = {key: kwargs[key] for key in ACCESS & kwargs.keys()}
-        config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code, **access)
+        config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code, **access_of(kwargs))
         _check_quantization(config, kwargs.get("quantization_config"))
         auto = class_of(config, class_name, trust_remote_code)
         warn_of_memory(config, getattr(auto, "from_config", auto), kwargs)

@@ -1,6 +1,7 @@
 """Requests to the Hugging Face hub, all of them through huggingface_hub."""
 
 import json
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,7 @@ from dofla.integration.model_card import README, by_hand
 _PATIENCE = 3
 """Seconds; a card may go without a license."""
 _LICENCE = ("license", "license_name", "license_link")
-ACCESS = frozenset({"revision", "token", "cache_dir", "local_files_only"})
-"""Options of ``from_pretrained`` that say how a repository is read."""
+_ACCESS = ("revision", "token", "cache_dir", "local_files_only")
 _UNREACHABLE = (OfflineModeIsEnabled, HTTPError, OSError)
 
 
@@ -59,10 +59,15 @@ def license_of(model: str) -> dict[str, str]:
     return known if "license" in known else {}
 
 
+def access_of(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of ``from_pretrained`` among these that say how a repository is read."""
+    return {name: options[name] for name in _ACCESS if name in options}
+
+
 def fetch(name: str, files: list[str], **options: Any) -> Path:
-    """The folder of the cache that holds those ``files`` of a repository that it has, with these :data:`ACCESS`
-    options; from the cache if offline.
-    DoflaError if it is no name of the hub, or there is no such repository, or none can be reached."""
+    """The folder of the cache that holds those ``files`` of a repository that it has, with the options of
+    :func:`access_of`; from the cache if offline. DoflaError if it is no name of the hub, or there is no such
+    repository, or none can be reached."""
     if not hub_name(name):
         raise DoflaError(f"{name} is not a folder: pass one written by save_adapter or save_pretrained, or a hub name")
     try:

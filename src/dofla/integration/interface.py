@@ -86,7 +86,7 @@ def dofla_attention(
 
 
 def _run(
-    layer: nn.Module,
+    layer: AttentionLayer,
     entry: Any,
     query: Tensor,
     key: Tensor,
@@ -107,7 +107,7 @@ def _run(
 
 
 def _read(
-    layer: nn.Module,
+    layer: AttentionLayer,
     vectors: Vectors,
     states: Any,
     *,
@@ -121,8 +121,18 @@ def _read(
     run = partial(layer, in_place=in_place, **options)
     if weight is None or not causal:
         return run(query, key, value, weight=weight, states=states, causal=causal, importance=importance)
-    given: dict[str, Any] = {"keeps_states": keeps_states, "in_place": in_place, "join": layer.joined}
-    return run_padded(run, query, key, value, weight, states, **given, importance=importance)
+    return run_padded(
+        run,
+        query,
+        key,
+        value,
+        weight,
+        states,
+        keeps_states=keeps_states,
+        in_place=in_place,
+        join=layer.joined,
+        importance=importance,
+    )
 
 
 _outside_the_graph = torch.compiler.disable(_run)

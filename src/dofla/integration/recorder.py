@@ -48,8 +48,8 @@ class AttentionCall:
         if self.weight is None or not self.causal:
             return run(self.query, self.key, self.value, weight=self.weight)[0]
         vectors = self.query, self.key, self.value
-        given: dict[str, Any] = {"keeps_states": False, "in_place": False, "join": layer.joined}
-        return run_padded(run, *vectors, self.weight, None, **given)[0]
+        padded = run_padded(run, *vectors, self.weight, None, keeps_states=False, in_place=False, join=layer.joined)
+        return padded[0]
 
     def log_weights(self, rows: Tensor | None = None) -> Tensor:
         """Log of the original's attention [B, H, R, L] for the query rows ``rows`` [R] (default all), float32."""

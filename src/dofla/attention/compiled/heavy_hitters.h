@@ -6,7 +6,6 @@
 #include "whole.h"
 
 #include <cmath>
-#include <numeric>
 #include <utility>
 
 namespace dofla::cache {
