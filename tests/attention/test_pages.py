@@ -27,6 +27,11 @@ def inputs_of(layer, seed, *shape):
     return vectors(seed, layer.compressed, *shape)
 
 
+def tokens_of(inputs):
+    """Vectors [1, heads, L, d] as [L, heads, 1, d]."""
+    return [x.transpose(0, 2) for x in inputs]
+
+
 def pool_of(layer):
     """A pool whose pages have other bytes around them, and all of it."""
     size = layer.compressed.layout.bytes
@@ -52,7 +57,8 @@ def check(layer, calls, groups, exact=False):
             found, (begun[n],) = layer(*own, scaling=SCALING, states=[begun[n]], exact=exact)
             out.append(found)
         options = {"pool": pool, "pages": pages[list(call)], "starts": starts, "exact": exact}
-        assert torch.equal(read_pages(layer, *inputs, scaling=SCALING, **options), torch.cat(out, 2))
+        found = read_pages(layer, *tokens_of(inputs), scaling=SCALING, **options)
+        assert torch.equal(found.transpose(0, 2), torch.cat(out, 2))
         assert all(torch.equal(pool[pages[n]], begun[n].rows[0]) for n in call)
     assert torch.equal(whole[free], untouched[0])
     assert torch.equal(whole[:, -GAP:], untouched[1])
@@ -75,8 +81,8 @@ def test_a_token_may_stand_behind_a_longer_part():
         pool[:] = layer.compressed.layout.empty(1, torch.device("cpu")).rows
         own = [x[:, :, order] for x in inputs]
         own_pages = pages if starts[1] == 6 else pages.flip(0)
-        out = read_pages(layer, *own, scaling=SCALING, pool=pool, pages=own_pages, starts=starts)
-        found.append((out[:, :, torch.tensor(order).argsort()], pool[pages]))
+        out = read_pages(layer, *tokens_of(own), scaling=SCALING, pool=pool, pages=own_pages, starts=starts)
+        found.append((out[torch.tensor(order).argsort()], pool[pages]))
     assert all(torch.equal(*both) for both in zip(*found, strict=True))
 
 
@@ -105,7 +111,7 @@ def test_what_does_not_fit_together_is_refused(bytes_, pages, starts, words):
         torch.zeros(3, bytes_ or layer.compressed.layout.bytes, dtype=torch.uint8),
     )
     with pytest.raises(RuntimeError, match=words):
-        read_pages(layer, *inputs, scaling=SCALING, pool=pool, pages=torch.tensor(pages), starts=starts)
+        read_pages(layer, *tokens_of(inputs), scaling=SCALING, pool=pool, pages=torch.tensor(pages), starts=starts)
 
 
 def test_neighbors_with_as_many_tokens_are_a_batch(monkeypatch):
@@ -113,12 +119,12 @@ def test_neighbors_with_as_many_tokens_are_a_batch(monkeypatch):
     assert batches([1, 1, 9, 9, 2], parts=False) == [(0, 2), (2, 4), (4, 5)]
     monkeypatch.setattr(compiled, "usable", lambda *_: False)
     layer = layer_of(sizes=[SIZE, SIZE._replace(window=3)])
-    inputs, pages, found = inputs_of(layer, 0, 1, 2, 27), torch.tensor([3, 6, 1, 0]), []
+    inputs, pages, found = tokens_of(inputs_of(layer, 0, 1, 2, 27)), torch.tensor([3, 6, 1, 0]), []
     for parts in (True, False):
         monkeypatch.setattr("dofla.layers.pages.batches", lambda lengths, parts, own=parts: batches(lengths, own))
         pool, _ = pool_of(layer)
         pool[:] = layer.compressed.layout.empty(1, torch.device("cpu")).rows
         options = {"scaling": SCALING, "pool": pool, "pages": pages, "exact": True}
         found.append(read_pages(layer, *inputs, starts=[0, 1, 10, 19, 27], **options))
-        found.append(read_pages(layer, *(x[:, :, :4] for x in inputs), starts=[0, 1, 2, 3, 4], **options))
+        found.append(read_pages(layer, *(x[:4] for x in inputs), starts=[0, 1, 2, 3, 4], **options))
     torch.testing.assert_close(found[:2], found[2:])

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dofla.attention.call import Call
 from dofla.attention.chunked import chunked, recurrent
-from dofla.attention.coding import Tier
+from dofla.attention.coding import Coder, Tier
 from dofla.attention.coding.operations import CodeOperations
 from dofla.attention.drawn import exact_causal
 from dofla.attention.exact import ExactPart, merge
@@ -37,6 +37,9 @@ class Compressed(Protocol):
 
     @property
     def tiers(self) -> ModuleList[Tier]: ...
+
+    @property
+    def coders(self) -> tuple[Sequence[Coder], Sequence[Coder]]: ...
 
     def layout_of(self, count: int) -> Layout: ...
 
@@ -76,9 +79,9 @@ class Backend(CodeOperations):
     def read_pages(
         self, heads: Compressed, call: Call, pool: Tensor, pages: Tensor, starts: list[int]
     ) -> Tensor | None:
-        """:meth:`read_compressed` of n sequences of different lengths, one after the other: [1, H, L, d]. Their states
-        are updated in ``pages`` [n], int64, of a pool [P, bytes], uint8. ``starts`` [n + 1] are where each sequence
-        begins among the tokens, and their number. Returns the output [1, H, L, dv], or None."""
+        """:meth:`read_compressed` of the tokens of n sequences, one after the other: [L, H, 1, d]. Their states are
+        updated in ``pages`` [n], int64, of a pool [P, bytes], uint8. ``starts`` [n + 1] are where each sequence begins
+        among the tokens, and their number. Returns the output [L, H, 1, dv], or None."""
         return None
 
     def through_features(

@@ -35,6 +35,7 @@ class CompressedHeads(HeadGroup[CompressedState]):
         layout: the smallest of them.
         evicts: False if all heads hold every token.
         tiers: of each group of the layout.
+        coders: those of the tiers' keys, and of their values, as lists, since modules take long to find.
     """
 
     def __init__(self, sizes: Sequence[HeadSizes], head_dim: int, value_dim: int, bits: float) -> None:
@@ -45,6 +46,7 @@ class CompressedHeads(HeadGroup[CompressedState]):
             Tier(len(heads), head_dim, value_dim, size.newest, size.heavy_hitters, bits)
             for size, heads in zip(self.layout.sizes, self.layout.heads, strict=True)
         )
+        self.coders = [tier.key for tier in self.tiers], [tier.value for tier in self.tiers]
 
     @torch.compiler.assume_constant_result
     def register(self) -> int:

@@ -10,8 +10,6 @@ from dofla.attention.backends import backend_for
 from dofla.layers.layer import AttentionLayer, without_autocast
 
 
-@without_autocast
-@torch.no_grad()
 def read_pages(
     layer: AttentionLayer,
     query: Tensor,
@@ -28,37 +26,56 @@ def read_pages(
 
     Args:
         layer: all of whose heads are compressed.
-        query: of all sequences, one after the other, [1, H, L, d].
-        key, value: likewise, [1, Hkv, L, d] and [1, Hkv, L, dv].
+        query: of the tokens of all sequences, one after the other, [L, H, 1, d].
+        key, value: likewise, [L, Hkv, 1, d] and [L, Hkv, 1, dv].
         scaling, exact: as :meth:`AttentionLayer.forward` takes them.
         pool: [P, bytes], uint8.
         pages: of each sequence [n], int64; no two are the same.
         starts: where each sequence begins among the tokens, and their number, [n + 1]; those with one token come first.
 
     Returns:
-        Output [1, H, L, dv].
+        Output [L, H, 1, dv].
     """
+    heads = layer.compressed
+    assert heads is not None
+    if not exact or starts[-1] == len(starts) - 1:
+        found = _in_place(layer, heads, (query, key, value), scaling, pool, pages, starts)
+        if found is not None:
+            return found
+    return _in_batches(layer, query, key, value, scaling, pool, pages, starts, exact)
+
+
+@without_autocast
+@torch.no_grad()
+def _in_batches(
+    layer: AttentionLayer,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scaling: float,
+    pool: Tensor,
+    pages: Tensor,
+    starts: list[int],
+    exact: bool,
+) -> Tensor:
+    """:func:`read_pages` where the backend does not take all tokens at once."""
     heads = layer.compressed
     assert heads is not None
     lengths = [last - first for first, last in pairwise(starts)]
     ones = next((n for n, length in enumerate(lengths) if length > 1), len(lengths))
-    if not exact or ones == len(lengths):
-        found = _in_place(layer, heads, (query, key, value), scaling, pool, pages, starts)
-        if found is not None:
-            return found
     out = value.new_empty(*query.shape[:-1], value.shape[-1])
     for first, last in batches(lengths, parts=query.is_cpu):
         length = lengths[first]
         rows, own_pages = slice(starts[first], starts[last]), pages[first:last]
-        parts, own_starts = (query[:, :, rows], key[:, :, rows], value[:, :, rows]), list(range(last - first + 1))
+        parts, own_starts = (query[rows], key[rows], value[rows]), list(range(last - first + 1))
         found = _in_place(layer, heads, parts, scaling, pool, own_pages, own_starts) if last <= ones else None
         if found is None:
-            batch = [part[0].unflatten(1, (-1, length)).transpose(0, 1) for part in parts]
+            batch = [part[:, :, 0].unflatten(0, (-1, length)).transpose(1, 2) for part in parts]
             states = [CompressedState(pool[own_pages])]
             found, (after,) = layer(*batch, scaling=scaling, states=states, exact=exact)
-            found = found.transpose(0, 1).flatten(1, 2)
+            found = found.transpose(1, 2).flatten(0, 1).unsqueeze(2)
             pool[own_pages] = after.rows
-        out[:, :, rows] = found
+        out[rows] = found
     return out
 
 

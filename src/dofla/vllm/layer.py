@@ -125,15 +125,15 @@ class CompressedAttention(nn.Module, MambaBase):
             out.zero_()
             return
         pool, counts = self.pool, (self.heads, len(self.own), len(self.own))
+        # As tokens with heads, by one operation each: at every token of every layer.
+        vectors = [x.view(len(x), own, 1, -1) for x, own in zip((query, key, value), counts, strict=True)]
         for step in metadata[self.prefix]:
             sources, targets = step.copies
             if targets:
                 pool[targets] = pool[sources]
             rows = slice(step.starts[-1]) if step.rows is None else step.rows
-            tokens = [
-                x[rows].unflatten(-1, (count, -1)).transpose(0, 1).unsqueeze(0)  # [1, heads, rows, d]
-                for x, count in zip((query, key, value), counts, strict=True)
-            ]
+            whole = step.rows is None and step.starts[-1] == len(query)
+            tokens = vectors if whole else [x[rows] for x in vectors]
             found = read_pages(
                 self.layer,
                 *tokens,
@@ -143,7 +143,7 @@ class CompressedAttention(nn.Module, MambaBase):
                 starts=step.starts,
                 exact=self.exact_prefill,
             )
-            out[rows] = found[0].transpose(0, 1).flatten(1)
+            out[rows] = found.flatten(1)
 
 
 def heads_of(kv_heads: int, rank: int, ranks: int) -> list[int]:

@@ -89,9 +89,9 @@ def test_states_are_updated_in_their_pages():
     whole[pages, :size] = state.rows
     own, found, text = moved(heads), moved(whole), moved(text)
     for n in range(2):
-        call = Call(*(x[:, :, before + n : before + n + 1].transpose(0, 2) for x in text), SCALING)
+        call = Call(*(x[:, :, before + n : before + n + 1] for x in text), SCALING)
         out = Triton().read_pages(own, call, found[:, :size], moved(pages), [0, 1, 2])
-        off = out.transpose(0, 2).cpu() - wanted[:, :, n : n + 1]
+        off = out.cpu() - wanted[:, :, n : n + 1]
         assert off.abs().max() < CLOSE * text[2].abs().max()
     whole[pages, :size] = after.rows
     assert torch.equal(found.cpu(), whole)
@@ -160,7 +160,7 @@ def test_a_token_is_three_launches_and_waits_for_nothing(name, paged, monkeypatc
         call = Call(*(x[:, :, n : n + 1] for x in text), SCALING, in_place=True)
         with _Operations() as counted:
             if paged:
-                call = Call(*(x.transpose(0, 2) for x in call.vectors), SCALING)
+                call = Call(*call.vectors, SCALING)
                 Triton().read_pages(heads, call, state.rows, pages, [0, 1, 2])
             else:
                 Triton().read_compressed(heads, call, state)

@@ -94,8 +94,7 @@ def _of_layer(heads: Compressed, call: Call, states: Tensor) -> tuple[Any, ...]:
     tables, scaling of scores, its heads by group, and the groups' numbers in these states."""
     # As an attribute a buffer takes ten times as long to find.
     smoothing = [] if call.smoothing is None else list(call.smoothing._buffers.values())
-    sides = ([tier.key for tier in heads.tiers], [tier.value for tier in heads.tiers])
-    keys, values = ([coder._buffers["constants"] for coder in side] for side in sides)
+    keys, values = ([coder._buffers["constants"] for coder in side] for side in heads.coders)
     return smoothing, keys, values, TABLES, call.scaling, heads.layout.order, heads.layout_of(states.shape[-1]).numbers
 
 

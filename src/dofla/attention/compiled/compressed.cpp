@@ -61,16 +61,16 @@ Tensor read_compressed(const Tensor& query, const Tensor& key, const Tensor& val
   return out;
 }
 
-// Sequences of different lengths, one after the other: query [1, H, L, d], key [1, Hkv, L, d], value [1, Hkv, L, dv], of which
-// sequence n has the tokens from starts[n] to starts[n + 1]; those with one token stand first. Their states are rows `pages` [n],
-// int64, of the pool [P, bytes], and are updated there. Returns the output [1, H, L, dv].
+// The tokens of several sequences, one after the other: query [L, H, 1, d], key [L, Hkv, 1, d], value [L, Hkv, 1, dv], of which
+// sequence n has those from starts[n] to starts[n + 1]; those with one token stand first. Their states are rows `pages` [n],
+// int64, of the pool [P, bytes], and are updated there. Returns the output [L, H, 1, dv].
 Tensor read_pages(const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& pool,
                       const Tensor& pages, const Integers64& starts, const Tensors& smoothing, const Tensors& keys, const Tensors& values,
                       const Tensor& tables, double scaling, const Integers64& heads, const Integers64& numbers) {
   const Groups groups{heads, numbers, smoothing, keys, values, tables, scaling};
   groups.check(key);
   const std::int64_t sequences = pages.numel();
-  STD_TORCH_CHECK(starts.size() == static_cast<std::size_t>(sequences) + 1 && starts.front() == 0 && starts.back() == query.size(2) &&
+  STD_TORCH_CHECK(starts.size() == static_cast<std::size_t>(sequences) + 1 && starts.front() == 0 && starts.back() == query.size(0) &&
                   std::is_sorted(starts.begin(), starts.end()),
               "each sequence has a page and a start, in order");
   const Tensor of_sequences = torch::stable::contiguous(pages), out = output(query, value);
@@ -79,7 +79,7 @@ Tensor read_pages(const Tensor& query, const Tensor& key, const Tensor& value, c
     const States states(pool, count, of_sequences.const_data_ptr<std::int64_t>() + first);
     const std::int64_t length = starts[first + 1] - starts[first];
     const auto part = [&](const Tensor& x) {
-      const std::int64_t row = x.stride(2);
+      const std::int64_t row = x.stride(0);
       return viewed<4>(x, {count, x.size(1), length, x.size(3)}, {length * row, x.stride(1), row, x.stride(3)}, starts[first] * row);
     };
     groups.add(jobs, part(query), part(key), part(value), std::nullopt, states, part(out));

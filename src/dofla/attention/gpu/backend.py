@@ -47,9 +47,7 @@ class Triton(Backend):
     ) -> Tensor | None:
         if starts != list(range(len(pages) + 1)):
             return None  # kernels are for a token of each sequence
-        query, key, value = (x.transpose(0, 2) for x in call.smoothed().vectors)
-        tokens = call._replace(query=query, key=key, value=value, smoothing=None)
-        return decode(heads, tokens, pool, pages).transpose(0, 2)
+        return decode(heads, call.smoothed(), pool, pages)
 
     def pack(self, x: Tensor) -> tuple[Tensor, Tensor]:
         from dofla.attention.gpu.encode import pack
