@@ -36,6 +36,11 @@ def llm(compressed):
     gc.collect()
 
 
+def test_all_that_a_model_calls_has_room_in_the_chunk_of_its_frame():
+    for model in (DoflaForCausalLM, DoflaHybridForCausalLM):
+        assert model.forward.__code__.co_stacksize >= 2**14  # 8 bytes each; chunks have 2^14 bytes
+
+
 def texts(llm, prompts, sampling=GREEDY):
     outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], sampling, use_tqdm=False)
     return [list(output.outputs[0].token_ids) for output in outputs]

@@ -124,9 +124,10 @@ class CompressedAttention(nn.Module, MambaBase):
         if metadata is None:  # a run that only measures memory
             out.zero_()
             return
-        pool, counts = self.pool, (self.heads, len(self.own), len(self.own))
-        # As tokens with heads, by one operation each: at every token of every layer.
-        vectors = [x.view(len(x), own, 1, -1) for x, own in zip((query, key, value), counts, strict=True)]
+        pool, heads = self.pool, (self.heads, len(self.own), len(self.own))
+        vectors = [
+            x.view(len(x), own, 1, self.plan.head_dim) for x, own in zip((query, key, value), heads, strict=True)
+        ]
         for step in metadata[self.prefix]:
             sources, targets = step.copies
             if targets:

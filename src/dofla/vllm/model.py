@@ -34,7 +34,7 @@ def with_large_frame(function: Callable[P, R]) -> Callable[P, R]:
 
     CPython keeps frames in chunks of 16 KiB. A call that needs the next chunk maps it, and unmaps it when it returns,
     which takes 20 µs. Where layers happen to be at such a depth, each small function that they call pays that: a
-    quarter of the time of a decoded token. The large frame gets a chunk twice its size, and nobody writes to most of it.
+    quarter of the time of a decoded token. The large frame gets a chunk twice its size, most of which nobody writes.
     """
     function.__code__ = function.__code__.replace(co_stacksize=2**14)
     return function
