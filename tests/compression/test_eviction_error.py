@@ -11,6 +11,7 @@ import dofla
 from dofla.compression import calibrate
 from dofla.compression.eviction_error import BLOCKS, EVERY, FRACTIONS, SINKS, WINDOW, EvictionErrors, streams
 from dofla.compression.head_budgets import LEAST_OF_ALL
+from dofla.distillation import objective
 from dofla.distillation.objective import Objective
 from dofla.errors import DoflaError
 from dofla.integration.converted import Converted
@@ -111,7 +112,7 @@ def test_every_pass_is_reported(tiny, tokenizer):
     model, seen = tiny.llama(vocab_size=2048), []
     found = dofla.calibrate(model, windows(tiny, 8), tokenizer=tokenizer, progress=lambda *x: seen.append(x))
     stages = [stage for stage, _, _ in seen]  # after each layer of each window, or after each window
-    assert stages == 16 * ["directions"] + ["copies"] + 6 * ["head budgets"] + 2 * ["retrieval heads"]
+    assert stages == 16 * ["directions"] + ["copies"] + 7 * ["head budgets"] + 2 * ["retrieval heads"]
     assert [0] < [x[1] for x in seen] == sorted({x[1] for x in seen})
     assert {x[2] for x in seen} == {seen[-1][1]}
     assert not hasattr(model, "_dofla_softmax_implementation")
@@ -129,7 +130,7 @@ def test_the_head_budgets_that_are_best_on_held_out_windows_are_kept(tiny, losse
     shares = {"even": [1.0, 1.0], "eviction": [1.25, 0.75], "reading": [1.5, 0.5]}
     wanted = dict(zip(shares, losses, strict=True))
 
-    def loss(self, batch, tokens, rows):
+    def loss(self, batch, tokens, rows, theirs):
         read.append(batch["input_ids"])
         own, *_ = self.student.config.quantization_config.plan.made_by["head_budgets"].values()
         return torch.tensor(next(wanted[way] for way, x in shares.items() if x == own))
@@ -149,6 +150,17 @@ def test_the_head_budgets_that_are_best_on_held_out_windows_are_kept(tiny, losse
     assert f"{best} {kept} (kept)" in str(found)
     plan = Converted.of(dofla.compress(model, size="3KB", calibration=found, context=96)).plan
     assert plan.made_by["held_out"] == held_out
+
+
+def test_the_original_is_read_once_for_all_head_budgets_unless_its_head_is_more_than_a_layer(tiny, monkeypatch):
+    read, calls, text = Objective.read_teacher, [], windows(tiny, 6)
+    monkeypatch.setattr(Objective, "read_teacher", lambda self, batch: calls.append(batch) or read(self, batch))
+    found = dofla.calibrate(tiny.llama(), text, context=96)
+    assert len(calls) == 1
+    monkeypatch.setattr(objective, "_head_stands_apart", lambda _: False)
+    again = dofla.calibrate(tiny.llama(), text, context=96)
+    assert len(calls) == 1 + 3
+    assert again.made_by["held_out"] == pytest.approx(found.made_by["held_out"], rel=1e-3)
 
 
 def test_errors_are_not_measured_on_what_is_held_out(tiny):

@@ -30,7 +30,7 @@ from dofla.integration.placement import calibration_context, placed_over
 from dofla.integration.reading import windows_for
 from dofla.integration.recorder import AttentionCall, evaluation_mode, recording, run_body
 from dofla.integration.second_reading import SecondReading
-from dofla.integration.surgery import original, restore
+from dofla.integration.surgery import as_teacher, restore
 from dofla.integration.wrapped import takes_model
 from dofla.plans.plan import held_out_line, kept_way
 from dofla.storage.tensors import digest
@@ -135,7 +135,7 @@ def measure(
     short = [{name: x[:, :HELD_OUT_TOKENS] for name, x in batch.items()} for batch in others]
     twice = _repeated(text, target.length)
     first = sum(map(_tokens, batches)) + measured * _tokens(twice)
-    compared, documents = 2 * WAYS * sum(map(_tokens, short)), 0 if needles is None else needles.documents.tokens
+    compared, documents = (WAYS + 1) * sum(map(_tokens, short)), 0 if needles is None else needles.documents.tokens
     work = Work(report, first + compared + documents)
     warn_of_memory(model, max(*map(_tokens, batches), _tokens(twice), documents))
     data = (x for batch in batches for x in batch.values())
@@ -217,28 +217,39 @@ def _compared(
     ways = {"even": {name: [1.0] * len(own) for name, own in shares.items()}, "eviction": shares}
     if found.reading:  # not in what a version before has left unfinished
         ways["reading"] = with_reading(sizes, shares, found.reading)
-    made_by = dict(found.made_by)
-
-    def loss(shares: Mapping[str, Sequence[float]]) -> float:
-        """KL to the original in nats per token."""
-        replace(found, shares=shares).compress(model, target, size)
-        total = 0.0
-        try:
-            objective = Objective(model, lambda: original(model))
-            tokens, rows = sum(map(objective.count, others)), sum(len(batch["input_ids"]) for batch in others)
-            with evaluation_mode(model), torch.no_grad():
-                for batch in others:
-                    inputs = {name: data.to(device_of(model)) for name, data in batch.items()}
-                    total += objective(inputs, tokens, rows).item()
-                    work("head budgets", 2 * _tokens(batch))
-        finally:
-            restore(model)
-        return total
-
-    best = [*ways][-1]
+    made_by, best = dict(found.made_by), [*ways][-1]
     if others:
-        made_by["held_out"] = kl = {way: loss(own) for way, own in ways.items()}
+        made_by["held_out"] = kl = _losses(found, ways, model, target, size, others, work)
         best = kept_way(kl)
         if best == "even":
             logger.warning(held_out_line(kl))
     return replace(found, shares=ways[best], made_by=made_by)
+
+
+def _losses(
+    found: Calibration,
+    ways: Mapping[str, Mapping[str, Sequence[float]]],
+    model: PreTrainedModel,
+    target: Target,
+    size: int,
+    others: Sequence[Batch],
+    work: Work,
+) -> dict[str, float]:
+    """KL to the original in nats per token, with each of these shares."""
+    objective, kl = Objective(model, lambda: as_teacher(model)), dict[str, float]()
+    tokens, rows = sum(map(objective.count, others)), sum(len(batch["input_ids"]) for batch in others)
+    others = [{name: data.to(device_of(model)) for name, data in batch.items()} for batch in others]
+    with evaluation_mode(model):  # hidden states are kept; logits, which are large, are read again for each
+        theirs = [objective.read_teacher(batch) if objective.head_apart else None for batch in others]
+    work("head budgets", sum(map(_tokens, others)))
+    for way, shares in ways.items():
+        replace(found, shares=shares).compress(model, target, size)
+        kl[way] = 0.0
+        try:
+            with evaluation_mode(model), torch.no_grad():
+                for batch, own in zip(others, theirs, strict=True):
+                    kl[way] += objective(batch, tokens, rows, own).item()
+                    work("head budgets", _tokens(batch))
+        finally:
+            restore(model)
+    return kl

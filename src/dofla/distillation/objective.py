@@ -38,10 +38,16 @@ class Objective:
             return int(predicted(batch).sum())
         return int(batch["attention_mask"].sum()) if "attention_mask" in batch else len(next(iter(batch.values())))
 
-    def __call__(self, batch: Mapping[str, Tensor], tokens: int, windows: int) -> Tensor:
-        """The batch's part of the loss of a step that has ``tokens`` real ones (:meth:`count`) in ``windows``."""
-        with torch.no_grad(), self.teacher():
-            theirs = self._read(batch)
+    @torch.no_grad()
+    def read_teacher(self, batch: Mapping[str, Tensor]) -> Tensor:
+        """What a student is compared with: hidden states [B, L, d], or, unless ``head_apart``, logits [B, L, V]."""
+        with self.teacher():
+            return self._read(batch)
+
+    def __call__(self, batch: Mapping[str, Tensor], tokens: int, windows: int, theirs: Tensor | None = None) -> Tensor:
+        """The batch's part of the loss of a step that has ``tokens`` real ones (:meth:`count`) in ``windows``;
+        ``theirs`` is what :meth:`read_teacher` gives of it, where it has been asked."""
+        theirs = self.read_teacher(batch) if theirs is None else theirs
         ours = self._read(batch)
         if self.name == NEXT_TOKEN:
             return self._divergence(ours, theirs, predicted(batch).bool()) / max(tokens, 1)
