@@ -40,7 +40,7 @@ class Objective:
 
     @torch.no_grad()
     def read_teacher(self, batch: Mapping[str, Tensor]) -> Tensor:
-        """What a student is compared with: hidden states [B, L, d], or, unless ``head_apart``, logits [B, L, V]."""
+        """The teacher's hidden states [B, L, d], or, unless ``head_apart``, its logits [B, L, V]."""
         with self.teacher():
             return self._read(batch)
 
