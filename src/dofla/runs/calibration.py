@@ -20,9 +20,9 @@ what is not a product take the rest."""
 def calibration_operations(per_token: float) -> float:
     """Operations of products with weights in calibration on the default windows, if a forward pass takes ``per_token``
     of them for each token: each token is read once, and some twice in a row; then head budgets are compared
-    on some, each by a pass of the original and one of the compressed model; and retrieval heads take a document with
-    needles."""
-    return per_token * (WINDOWS * LENGTH + 2 * COPY_DISTANCE + 2 * WAYS * HELD_OUT_TOKENS + FAR)
+    on some, by a pass of the original and one of the compressed model with each; and retrieval heads take a document
+    with needles."""
+    return per_token * (WINDOWS * LENGTH + 2 * COPY_DISTANCE + (WAYS + 1) * HELD_OUT_TOKENS + FAR)
 
 
 @torch.no_grad()
