@@ -42,9 +42,9 @@ HEAD_BUDGETS = ("measured", "even")
 FRACTION, LEAST_TOKENS = 0.25, 64
 """Measured and even budgets are compared with a cache of so many tokens per KV head, a fraction of a window, so that
 eviction occurs. At least so many tokens, however short windows are."""
-HELD_OUT, HELD_OUT_TOKENS, WAYS = slice(1, None, 6), 1024, 3
+HELD_OUT, HELD_OUT_TOKENS, READINGS = slice(1, None, 6), 1024, 4
 """The batches that they are compared on, and on which no errors are measured; how many tokens of each at most; and how
-many budgets are compared."""
+often those are read: by the original, and with each of three budgets."""
 COPY_DISTANCE, COPY_WEIGHT = 1024, 0.3
 """Tokens of the text that are also read twice in a row, so that heads count that copy from far back; and the weight of
 errors there beside those in the text. What the second reading attends to counts as well."""
@@ -135,7 +135,7 @@ def measure(
     short = [{name: x[:, :HELD_OUT_TOKENS] for name, x in batch.items()} for batch in others]
     twice = _repeated(text, target.length)
     first = sum(map(_tokens, batches)) + measured * _tokens(twice)
-    compared, documents = (WAYS + 1) * sum(map(_tokens, short)), 0 if needles is None else needles.documents.tokens
+    compared, documents = READINGS * sum(map(_tokens, short)), 0 if needles is None else needles.documents.tokens
     work = Work(report, first + compared + documents)
     warn_of_memory(model, max(*map(_tokens, batches), _tokens(twice), documents))
     data = (x for batch in batches for x in batch.values())

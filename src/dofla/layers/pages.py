@@ -5,7 +5,7 @@ from itertools import groupby, pairwise
 import torch
 from torch import Tensor
 
-from dofla.attention import Call, CompressedHeads, CompressedState
+from dofla.attention import Call, CompressedState
 from dofla.attention.backends import backend_for
 from dofla.layers.layer import AttentionLayer, without_autocast
 
@@ -36,10 +36,8 @@ def read_pages(
     Returns:
         Output [L, H, 1, dv].
     """
-    heads = layer.compressed
-    assert heads is not None
     if not exact or starts[-1] == len(starts) - 1:
-        found = _in_place(layer, heads, (query, key, value), scaling, pool, pages, starts)
+        found = _in_place(layer, (query, key, value), scaling, pool, pages, starts)
         if found is not None:
             return found
     return _in_batches(layer, query, key, value, scaling, pool, pages, starts, exact)
@@ -59,8 +57,6 @@ def _in_batches(
     exact: bool,
 ) -> Tensor:
     """:func:`read_pages` where the backend does not take all tokens at once."""
-    heads = layer.compressed
-    assert heads is not None
     lengths = [last - first for first, last in pairwise(starts)]
     ones = next((n for n, length in enumerate(lengths) if length > 1), len(lengths))
     out = value.new_empty(*query.shape[:-1], value.shape[-1])
@@ -68,7 +64,7 @@ def _in_batches(
         length = lengths[first]
         rows, own_pages = slice(starts[first], starts[last]), pages[first:last]
         parts, own_starts = (query[rows], key[rows], value[rows]), list(range(last - first + 1))
-        found = _in_place(layer, heads, parts, scaling, pool, own_pages, own_starts) if last <= ones else None
+        found = _in_place(layer, parts, scaling, pool, own_pages, own_starts) if last <= ones else None
         if found is None:
             batch = [part[:, :, 0].unflatten(0, (-1, length)).transpose(1, 2) for part in parts]
             states = [CompressedState(pool[own_pages])]
@@ -92,7 +88,6 @@ def batches(lengths: list[int], parts: bool) -> list[tuple[int, int]]:
 
 def _in_place(
     layer: AttentionLayer,
-    heads: CompressedHeads,
     vectors: tuple[Tensor, Tensor, Tensor],
     scaling: float,
     pool: Tensor,
@@ -100,5 +95,7 @@ def _in_place(
     starts: list[int],
 ) -> Tensor | None:
     """The output of the backend, which updates the pages in place; None if it takes no such call."""
+    heads = layer.compressed
+    assert heads is not None
     call = Call(*vectors, scaling, smoothing=layer.smoothing)
     return backend_for(call.vectors).read_pages(heads, call, pool, pages, starts)

@@ -4,7 +4,7 @@ import time
 
 import torch
 
-from dofla.compression.calibrate import COPY_DISTANCE, HELD_OUT_TOKENS, WAYS
+from dofla.compression.calibrate import COPY_DISTANCE, HELD_OUT_TOKENS, READINGS
 from dofla.compression.directions import LENGTH, WINDOWS
 from dofla.compression.retrieval import FAR
 
@@ -22,7 +22,7 @@ def calibration_operations(per_token: float) -> float:
     of them for each token: each token is read once, and some twice in a row; then head budgets are compared
     on some, by a pass of the original and one of the compressed model with each; and retrieval heads take a document
     with needles."""
-    return per_token * (WINDOWS * LENGTH + 2 * COPY_DISTANCE + (WAYS + 1) * HELD_OUT_TOKENS + FAR)
+    return per_token * (WINDOWS * LENGTH + 2 * COPY_DISTANCE + READINGS * HELD_OUT_TOKENS + FAR)
 
 
 @torch.no_grad()

@@ -160,7 +160,6 @@ def test_a_token_is_three_launches_and_waits_for_nothing(name, paged, monkeypatc
         call = Call(*(x[:, :, n : n + 1] for x in text), SCALING, in_place=True)
         with _Operations() as counted:
             if paged:
-                call = Call(*call.vectors, SCALING)
                 Triton().read_pages(heads, call, state.rows, pages, [0, 1, 2])
             else:
                 Triton().read_compressed(heads, call, state)
