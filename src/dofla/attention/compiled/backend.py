@@ -35,8 +35,8 @@ class Compiled(Backend):
     ) -> tuple[Tensor, CompressedState] | None:
         return None if call.query.shape[-2] == 0 else _read(heads, call, state)
 
-    def hold(self, heads: Compressed, call: Call, state: CompressedState) -> CompressedState | None:
-        return _read(heads, call, state, attend=False)[1]
+    def hold(self, heads: Compressed, call: Call) -> CompressedState | None:
+        return _read(heads, call._replace(in_place=True), heads.empty(call), attend=False)[1]
 
     def read_pages(
         self, heads: Compressed, call: Call, pool: Tensor, pages: Tensor, starts: list[int]
@@ -95,7 +95,7 @@ def _of_layer(heads: Compressed, call: Call, states: Tensor) -> tuple[Any, ...]:
     # As an attribute a buffer takes ten times as long to find.
     smoothing = [] if call.smoothing is None else list(call.smoothing._buffers.values())
     keys, values = ([coder._buffers["constants"] for coder in side] for side in heads.coders)
-    return smoothing, keys, values, TABLES, call.scaling, heads.layout.order, heads.layout_of(states.shape[-1]).numbers
+    return smoothing, keys, values, TABLES, call.scaling, heads.layout.order, heads.layouts.of(states.shape[-1]).numbers
 
 
 def _usable(vectors: list[Tensor], others: list[Tensor], state: FeatureState, exact: ExactPart | None) -> bool:

@@ -39,7 +39,8 @@ struct Coder {
   }
 };
 
-// `call` with a number of the type system: a block's size, its bits, up to `Most` query heads from `first` on.
+// `call` with a number that the compiler knows: a block's size, its bits, or how many query heads it does at once, up to `Most`,
+// from `first` on.
 template <typename Call>
 inline void with_block(std::int64_t block, const Call& call) {
   block == 16 ? call(std::integral_constant<int, 16>{}) : call(std::integral_constant<int, 8>{});

@@ -218,15 +218,18 @@ inline void select_survivors(const Group& group, const Tokens& line, std::int64_
   for (std::int64_t first = 0; first < length; first += evictions.block) {
     const std::int64_t rows = std::min(evictions.block, length - first);
     evictions.hold(unit, first, place, there);
+    bool asked = there > 0;
     for (std::int64_t i = 0; i < rows; ++i) {
       place[there + i] = count + first + i;
       score[there + i] = entering[first + i] > kLogZero ? 0 : kEvicted;
-      for (std::int64_t g = 0; g < group.groups; ++g) {
-        group.query.read(n, group.heads[h] * group.groups + g, first + i, query.data());
-        drawing.take(i * group.groups + g, query.data());
-      }
+      asked |= score[there + i] != kEvicted;
     }
-    if (!group.numbers.grows) {
+    asked &= !group.numbers.grows;
+    if (asked) {
+      for (std::int64_t row = 0; row < rows * group.groups; ++row) {
+        group.query.read(n, group.heads[h] * group.groups + row % group.groups, first + row / group.groups, query.data());
+        drawing.take(row, query.data());
+      }
       drawing.measure(line, n, h, rows * group.groups, there + rows, [&](std::int64_t t) { return place[t]; });
     }
     for (std::int64_t i = 0; i < rows; ++i) {
@@ -236,7 +239,7 @@ inline void select_survivors(const Group& group, const Tokens& line, std::int64_
         score[leaves] = kEvicted;
         free = 0;
       }
-      if (group.scored(n, first + i)) drawing.draw(i * group.groups, there + i + 1, score.data());
+      if (asked && group.scored(n, first + i)) drawing.draw(i * group.groups, there + i + 1, score.data());
     }
     for (std::int64_t t = 0, all = std::exchange(there, 0) + rows; t < all; ++t) {
       if (score[t] == kEvicted) continue;

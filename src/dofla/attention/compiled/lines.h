@@ -7,6 +7,7 @@
 
 namespace dofla::cache {
 
+constexpr std::int64_t kPiece = 32;  // tokens that a thread codes at a time
 constexpr std::int64_t kApart = kLanes / 4;  // fewer tokens than these are coded one by one
 
 // What window and tier held before, followed by the tokens that came in.
@@ -57,7 +58,7 @@ inline void enter_together(const Group& group, const Tokens& from, std::int64_t 
 
 // The lines, and window and sinks after; and of each KV head, how many tokens come before the first with NaN or infinity.
 inline std::vector<std::int64_t> code(const Group& group, const Lines& lines) {
-  const std::int64_t heads = group.keys.heads, length = group.length, chunks = (length + kChunk - 1) / kChunk;
+  const std::int64_t heads = group.keys.heads, length = group.length, chunks = (length + kPiece - 1) / kPiece;
   const std::int64_t wide = std::max(group.keys.dim, group.values.dim), window = group.window.count, held = group.tier.count;
   std::vector<char> unsound(group.units() * length);
   const auto for_tokens = [&](const auto& begin_unit, const auto& each) {
@@ -66,9 +67,9 @@ inline std::vector<std::int64_t> code(const Group& group, const Lines& lines) {
       std::vector<std::int16_t> integers(wide);
       coding::Together together(wide);
       for (std::int64_t place = begin; place < end; ++place) {
-        const std::int64_t unit = place / chunks, first = place % chunks * kChunk, n = unit / heads, h = unit % heads;
+        const std::int64_t unit = place / chunks, first = place % chunks * kPiece, n = unit / heads, h = unit % heads;
         if (first == 0) begin_unit(n, h);
-        each(n, h, first, std::min(first + kChunk, length), vector, integers, together);
+        each(n, h, first, std::min(first + kPiece, length), vector, integers, together);
       }
     });
   };
@@ -80,6 +81,8 @@ inline std::vector<std::int64_t> code(const Group& group, const Lines& lines) {
              });
   for_tokens([&](auto n, auto h) { copy(group.tier, lines.tier, n, h, 0, 0, held); },
              [&](auto n, auto h, auto i, auto end, auto&, auto& integers, auto& together) {
+               // Nobody sees those that come in front of a sequence, as all do in a short prompt.
+               for (; i < end && group.entering[n * length + i] <= kLogZero; ++i) clear(lines.tier, n, h, held + i);
                for (; end - i >= kApart; i += std::min(end - i, kLanes)) {
                  enter_together(group, lines.window, i, lines.tier, held + i, std::min(end - i, kLanes), n, h, together);
                }

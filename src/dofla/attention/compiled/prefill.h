@@ -12,7 +12,7 @@ struct Prompt {
   Evictions evictions;
 
   Prompt(const Group& group, bool attend)
-      : lines(group), sound(code(group, lines)), evictions(group, std::min(kRows, group.length), attend) {}
+      : lines(group), sound(code(group, lines)), evictions(group, std::min(rows_at_once(group.length), group.length), attend) {}
 };
 
 // What threads do of prompts, which may be of different lengths. Of each KV head somebody has to let tokens enter its tier one
@@ -25,7 +25,7 @@ class Work {
     for (const Job& job : jobs) prompts_.emplace_back(job.group, attend);
     for (std::size_t unit = 0; attend && unit < units_.size(); ++unit) {
       const std::int64_t length = jobs[units_[unit].group].group.length;
-      for (std::int64_t first = 0; first < length; first += kRows) blocks_.push_back({unit, first});
+      for (std::int64_t first = 0; first < length; first += prompts_[units_[unit].group].evictions.block) blocks_.push_back({unit, first});
     }
   }
 

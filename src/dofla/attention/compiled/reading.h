@@ -8,8 +8,8 @@
 
 namespace dofla::cache {
 
-constexpr std::int64_t kRows = 64;  // queries done at once
-constexpr std::int64_t kStep = 64;  // of how many tokens there are columns, if not of all
+// How many queries are done at once. In a short prompt they would see few of the columns of a large block.
+inline std::int64_t rows_at_once(std::int64_t length) { return length > 512 ? 64 : 32; }
 
 // One thread's scratch memory and what it does with a block of rows of a KV head. Scores and averages are products of `Real`.
 template <typename Real>
@@ -17,7 +17,7 @@ class Reader {
  public:
   Reader(const Group& group, const Lines& lines, Evictions& evictions)
       : group_(group), evictions_(evictions), dim_(group.keys.dim), value_dim_(group.values.dim),
-        block_(std::min(kRows, whole_lanes(group.length))), rows_(block_ * group.groups),
+        block_(std::min(rows_at_once(group.length), whole_lanes(group.length))), rows_(block_ * group.groups),
         window_{group.window.count, whole_lanes(block_ + group.window.count - 1), lines.window, group.line},
         tier_{group.tier.count, whole_lanes(block_ + group.tier.count), lines.tier, lines.tier_weights, true},
         unsound_(rows_), queries_(rows_ * dim_), rotated_(rows_ * dim_), out_(rows_ * value_dim_), rotated_out_(rows_ * value_dim_),
@@ -34,12 +34,13 @@ class Reader {
   // Output rows first, first + 1, ...; rows of NaN from `sound` on, and of queries like that.
   void attend(std::int64_t n, std::int64_t h, std::int64_t first, std::int64_t sound, const Vectors& out) {
     const std::int64_t rows = std::min(block_, group_.length - first);
-    load(n, h, first, rows, sound);
     pass_over_hidden(n, h, first);
-    const std::int64_t width = columns_ + sink_columns_;
+    load(n, h, first, rows, sound);
     score(n, h, first, rows, window_);
-    score(n, h, first, rows, tier_);
-    if (sink_columns_) score_sinks(n, h, first, rows);
+    if (tier_.columns) score(n, h, first, rows, tier_);
+    const bool sinks = sees_sinks(n, first, rows);
+    if (sinks) score_sinks(n, h, first, rows);
+    const std::int64_t width = columns_ + (sinks ? sink_columns_ : 0);
     std::vector<float> best(rows_), whole(rows_), coded(rows_, 0.0f);
     for (std::int64_t row = 0; row < rows_; ++row) {
       float* __restrict score = &scores_[row * stride_];
@@ -57,8 +58,13 @@ class Reader {
       whole[row] = sum(score, width);
       coded[row] = sum(score + tier_.start, tier_.columns);
     }
-    average(n, h, first, operands_.left(scores_.data(), rows_, width, stride_, weights_));
-    unrotate(h);
+    const Real* weights = operands_.left(scores_.data(), rows_, width, stride_, weights_);
+    average(n, h, first, window_, weights, out_);
+    if (tier_.columns) {
+      average(n, h, first, tier_, weights, rotated_out_);
+      unrotate(h);
+    }
+    if (sinks) average_sinks(n, h, weights);
     const coding::Coder coder = group_.values.head(h);
     for (std::int64_t row = 0; row < rows_; ++row) {
       const std::int64_t g = row / block_, i = row % block_;
@@ -84,15 +90,17 @@ class Reader {
     std::int64_t hidden = 0, columns = 0, start = 0;
   };
 
-  // Columns of a block. Only whole steps of tokens are passed over, as a product is compiled for each size it meets.
+  // Columns of a block. All of the tier is passed over, or a multiple of `block_` tokens, as a product is compiled for each size
+  // it meets.
   void pass_over_hidden(std::int64_t n, std::int64_t h, std::int64_t first) {
     columns_ = 0;
     for (Band* band : {&window_, &tier_}) {
       const float* log_weights = log_weights_of(*band, n, h);
-      const std::int64_t last = there(*band, first) - 1;
+      const std::int64_t there = this->there(*band, first);
       std::int64_t hidden = 0;
-      while (hidden < last && log_weights[place(*band, n, h, first, hidden)] <= kLogZero) ++hidden;
-      band->hidden = hidden / kStep * kStep;
+      while (hidden < there && log_weights[place(*band, n, h, first, hidden)] <= kLogZero) ++hidden;
+      const bool none = band->coded && hidden == there;
+      band->hidden = none ? band->most : std::min(hidden, there - 1) / block_ * block_;
       band->columns = band->most - band->hidden;
       band->start = columns_;
       columns_ += band->columns;
@@ -113,6 +121,8 @@ class Reader {
       unsound_[row] = !group_.query.read(n, head, i, &queries_[row * dim_]) || i >= sound;
     }
     for (float& x : queries_) x *= group_.scaling;
+    query_operand_ = operands_.left(queries_.data(), rows_, dim_, dim_, rounded_);
+    if (!tier_.columns) return;
     const coding::Coder coder = group_.keys.head(h);
     matmul(rows_, dim_, dim_, queries_.data(), dim_, coder.back, dim_, rotated_.data(), dim_, false);
     for (std::int64_t row = 0; row < rows_; ++row) {
@@ -121,8 +131,7 @@ class Reader {
       for (std::int64_t i = 0; i < dim_; ++i) total += queries_[row * dim_ + i] * coder.mean[i];
       beside_[row] = total;
     }
-    rotated_query_ = operands_.left(queries_.data(), rows_, dim_, dim_, rounded_);
-    rotated_query_operand_ = operands_.left(rotated_.data(), rows_, dim_, dim_, rotated_rounded_);
+    rotated_operand_ = operands_.left(rotated_.data(), rows_, dim_, dim_, rotated_rounded_);
   }
 
   // How many tokens of a band's line a block sees, and the place there of one.
@@ -165,7 +174,7 @@ class Reader {
   void score(std::int64_t n, std::int64_t h, std::int64_t first, std::int64_t rows, const Band& band) {
     const std::int64_t seen = there(band, first) - band.hidden;
     unpack(n, h, first, band, 0);
-    const Real *queries = band.coded ? rotated_query_operand_ : rotated_query_, *keys = operands_.across(vectors_.data(), band.columns, dim_);
+    const Real *queries = band.coded ? rotated_operand_ : query_operand_, *keys = operands_.across(vectors_.data(), band.columns, dim_);
     matmul(rows_, band.columns, dim_, queries, dim_, keys, band.columns, &scores_[band.start], stride_, false);
     const auto place = [&](std::int64_t t) { return this->place(band, n, h, first, band.hidden + t); };
     const float* log_weights = log_weights_of(band, n, h);
@@ -194,18 +203,30 @@ class Reader {
     }
   }
 
+  // Whether any row sees a sink.
+  bool sees_sinks(std::int64_t n, std::int64_t first, std::int64_t rows) const {
+    for (std::int64_t place = 0; sink_columns_ && place < group_.sinks->count; ++place) {
+      if (group_.sinks->log_weights(n)[place] > kLogZero && unseen(n, first, place) < rows) return true;
+    }
+    return false;
+  }
+
+  // How many rows do not see a sink. It is seen once it has left the window, for before that it is seen there.
+  std::int64_t unseen(std::int64_t n, std::int64_t first, std::int64_t place) const {
+    return group_.sources[n * group_.sinks->count + place] - first;
+  }
+
   void score_sinks(std::int64_t n, std::int64_t h, std::int64_t first, std::int64_t rows) {
     const Tokens& sinks = *group_.sinks;
     unpack_sinks(sinks, n, h, 0);
     const Real* keys = operands_.across(vectors_.data(), sink_columns_, dim_);
-    matmul(rows_, sink_columns_, dim_, rotated_query_, dim_, keys, sink_columns_, &scores_[columns_], stride_, false);
+    matmul(rows_, sink_columns_, dim_, query_operand_, dim_, keys, sink_columns_, &scores_[columns_], stride_, false);
     std::copy_n(sinks.log_weights(n), sinks.count, &column_weight_[columns_]);
     std::fill_n(&column_weight_[columns_ + sinks.count], sink_columns_ - sinks.count, kLogZero);
     for (std::int64_t place = 0; place < sinks.count; ++place) {
-      // Seen once it has left the window, for before that it is seen there.
-      const std::int64_t unseen = group_.sources[n * sinks.count + place] - first;
+      const std::int64_t unseen = std::min(this->unseen(n, first, place), rows);
       for (std::int64_t row = 0; row < rows_; ++row) {
-        if (row % block_ < std::min(unseen, rows)) scores_[row * stride_ + columns_ + place] = kLogZero;
+        if (row % block_ < unseen) scores_[row * stride_ + columns_ + place] = kLogZero;
       }
     }
   }
@@ -218,15 +239,13 @@ class Reader {
     std::fill(&vectors_[sinks.count * dim], &vectors_[sink_columns_ * dim], 0.0f);
   }
 
-  // out_, and rotated_out_ of the tier.
-  void average(std::int64_t n, std::int64_t h, std::int64_t first, const Real* weights) {
-    for (const Band* band : {&window_, &tier_}) {
-      unpack(n, h, first, *band, 2);
-      const Real* values = operands_.along(vectors_.data(), band->columns, value_dim_);
-      std::vector<float>& to = band->coded ? rotated_out_ : out_;
-      matmul(rows_, value_dim_, band->columns, weights + band->start, stride_, values, value_dim_, to.data(), value_dim_, false);
-    }
-    if (!sink_columns_) return;
+  void average(std::int64_t n, std::int64_t h, std::int64_t first, const Band& band, const Real* weights, std::vector<float>& to) {
+    unpack(n, h, first, band, 2);
+    const Real* values = operands_.along(vectors_.data(), band.columns, value_dim_);
+    matmul(rows_, value_dim_, band.columns, weights + band.start, stride_, values, value_dim_, to.data(), value_dim_, false);
+  }
+
+  void average_sinks(std::int64_t n, std::int64_t h, const Real* weights) {
     unpack_sinks(*group_.sinks, n, h, 2);
     const Real* values = operands_.along(vectors_.data(), sink_columns_, value_dim_);
     matmul(rows_, value_dim_, sink_columns_, weights + columns_, stride_, values, value_dim_, out_.data(), value_dim_, true);
@@ -247,7 +266,7 @@ class Reader {
   std::vector<float> queries_, rotated_, out_, rotated_out_, beside_, back_, column_weight_;
   Unwritten<float> vectors_, scores_;
   Operands<Real> operands_;
-  const Real *rotated_query_ = nullptr, *rotated_query_operand_ = nullptr;
+  const Real *query_operand_ = nullptr, *rotated_operand_ = nullptr;
   Unwritten<Real> rounded_, rotated_rounded_, weights_;
   std::vector<std::int32_t> until_;
 };

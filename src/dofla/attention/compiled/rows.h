@@ -93,4 +93,8 @@ inline void copy(const Tokens& from, const Tokens& to, std::int64_t n, std::int6
   }
 }
 
+inline void clear(const Tokens& tokens, std::int64_t n, std::int64_t h, std::int64_t place) {
+  for (std::int64_t part = 0; part < 4; ++part) std::memset(tokens.row<char>(part, n, h, place), 0, tokens.widths[part]);
+}
+
 }  // namespace dofla::cache

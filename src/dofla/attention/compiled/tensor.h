@@ -14,7 +14,7 @@ using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 using Tensors = std::vector<Tensor>;
 
-// Numbers that are not written yet, of the type and device of `like`, with these strides.
+// Numbers that are not written yet, on the CPU, of the type of `like`, with these strides.
 template <std::size_t N>
 inline Tensor empty_strided(const std::array<std::int64_t, N>& sizes, const std::array<std::int64_t, N>& strides, const Tensor& like) {
   std::int32_t dtype = 0;

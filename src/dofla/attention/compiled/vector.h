@@ -1,4 +1,4 @@
-// What both kernels need: vectors as long as the processor's, and an exponential the compiler can vectorize.
+// Common to all kernels: vectors as long as the processor's, and an exponential the compiler can vectorize.
 #pragma once
 
 #include "constants.h"
