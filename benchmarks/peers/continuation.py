@@ -1,4 +1,4 @@
-"""What one would use instead of dofla, on the same model and the same text: bytes of state against gap.
+"""What one would use instead of dofla, on the same model and the same text: bytes of the cache against loss increase.
 
     python benchmarks/peers/continuation.py --model models/smollm2-135m --length 2048 \\
         --calibrate data/english-train.txt.gz --text data/books-val.txt.gz \\

@@ -9,11 +9,11 @@ whose tokens all go by their age, and one whose layers are all of one size.
     python benchmarks/quality/compressed.py --model models/smollm2-135m \\
         --student trained --trained-length 2048 --rate 3e-4 ...
 
-Python source, the modules of the standard library of the interpreter that runs this, is always among the texts. A gap
-is the mean over windows, with an interval of 95 % by bootstrap; with several seeds, directions and head budgets are
-measured on other windows each time, and the spread is half the range of the means. Behind it stands KL(teacher ‖
-student) of the next-token distributions, which chance moves less. Each loss increase is said as soon as it is known,
-the table at the end; with --out all is written as JSON too.
+Python source, the modules of the standard library of the interpreter that runs this, is always among the texts. A loss
+increase is the mean over windows, with an interval of 95 % by bootstrap; with several seeds, directions and head
+budgets are measured on other windows each time, and the spread is half the range of the means. Behind it stands
+KL(teacher ‖ student) of the next-token distributions, which chance moves less. Each loss increase is said as soon as it
+is known, the table at the end; with --out all is written as JSON too.
 """
 
 from __future__ import annotations

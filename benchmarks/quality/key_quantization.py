@@ -26,7 +26,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import dofla
 from dofla.attention import Coder, KeySmoothing, Moments, rounded
-from dofla.attention.coding.operations import PLAIN
+from dofla.attention.coding.operations import CodeOperations
 from dofla.compression.directions import Directions, measure_directions
 from dofla.data import TokenWindows
 from dofla.display import table
@@ -87,7 +87,7 @@ class QuantizedKeys:
         """Queries [B, H, L, d] and keys [B, Hkv, L, d] with which scores are computed."""
         query, key = self.smoothing(query, key)
         key = rounded(key)
-        return query, key if self.coder is None else PLAIN.decode(self.coder, self.coder.encode(key))
+        return query, key if self.coder is None else CodeOperations().decode(self.coder, self.coder.encode(key))
 
 
 @contextmanager

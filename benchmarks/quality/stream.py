@@ -5,8 +5,9 @@
 
 Text is not equally hard everywhere, so beside the student stands its original on the same tokens, each of them read
 with the ``--context`` tokens before it, or half as many at least: the loss increase between the two is what is to stay
-as it is. Gaps are means over a block with an interval of 95 % by bootstrap over its pieces of 500 tokens, in nats per
-token; the change is against the first block. Bytes are the most that was held in a block, of one sequence. ``--way``:
+as it is. Loss increases are means over a block with an interval of 95 % by bootstrap over its pieces of 500 tokens, in
+nats per token; the change is against the first block. Bytes are the most that was held in a block, of one sequence.
+``--way``:
 
 - on: one state, positions going on past those that the model has;
 - wrapped: one state, positions beginning anew at 0 when they are used up;

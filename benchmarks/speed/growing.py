@@ -64,7 +64,7 @@ def filled(model: PreTrainedModel, length: int, room: int) -> Cache:
         return cache
     for entry, layer in zip(cache.layers, Converted.of(model).layers.values(), strict=True):
         entry.states, entry.tokens = [state.copy() for state in layer.resized(entry.states, length + room)], length
-        for contents in layer.compressed.layout_of(entry.states[0].rows.shape[-1]).open(entry.states[0]):
+        for contents in layer.compressed.layouts.of(entry.states[0].rows.shape[-1]).open(entry.states[0]):
             contents.tier.score[..., -length:] = 0
     return cache
 

@@ -101,7 +101,7 @@ def naive(heads, inputs, padding=None):
 
 def assert_holds(heads, state, caches):
     """The state holds the tokens of naive caches, bit for bit, and their scores."""
-    for contents, group in zip(heads.layout_of(state.rows.shape[-1]).open(state), caches, strict=True):
+    for contents, group in zip(heads.layouts.of(state.rows.shape[-1]).open(state), caches, strict=True):
         for n, cache in enumerate(group):
             for exact, held in ((contents.window, cache.window), (contents.sinks, cache.sinks)):
                 tokens = None if exact is None else exact.unpacked(torch.float64)

@@ -56,7 +56,7 @@ def scores_of(share, window, sinks):
 def held_tokens(heads, state):
     """Of each sequence and KV head, the keys [n, d] and values [n, dv] that are held: sinks, tier and window."""
     found = {}
-    layout = heads.layout_of(state.rows.shape[-1])
+    layout = heads.layouts.of(state.rows.shape[-1])
     together = zip(layout.heads, heads.tiers, layout.open(state), strict=True)
     for own, tier, held in together:
         key, value = (

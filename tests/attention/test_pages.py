@@ -9,7 +9,7 @@ from forms import needs_kernels
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dofla.attention import compiled
+from dofla.attention import Call, compiled
 from dofla.layers import AttentionLayer, read_pages
 from dofla.layers.pages import batches
 
@@ -56,8 +56,8 @@ def check(layer, calls, groups, exact=False):
             own = [x[:, :, start : start + length] for x in inputs]
             found, (begun[n],) = layer(*own, scaling=SCALING, states=[begun[n]], exact=exact)
             out.append(found)
-        options = {"pool": pool, "pages": pages[list(call)], "starts": starts, "exact": exact}
-        found = read_pages(layer, *tokens_of(inputs), scaling=SCALING, **options)
+        own = Call(*tokens_of(inputs), SCALING, exact=exact)
+        found = read_pages(layer, own, pool, pages[list(call)], starts)
         assert torch.equal(found.transpose(0, 2), torch.cat(out, 2))
         assert all(torch.equal(pool[pages[n]], begun[n].rows[0]) for n in call)
     assert torch.equal(whole[free], untouched[0])
@@ -79,9 +79,8 @@ def test_a_token_may_stand_behind_a_longer_part():
     for starts, order in (([0, 6, 7], [0, 1, 2, 3, 4, 5, 6]), ([0, 1, 7], [6, 0, 1, 2, 3, 4, 5])):
         pool, _ = pool_of(layer)
         pool[:] = layer.compressed.layout.empty(1, torch.device("cpu")).rows
-        own = [x[:, :, order] for x in inputs]
-        own_pages = pages if starts[1] == 6 else pages.flip(0)
-        out = read_pages(layer, *tokens_of(own), scaling=SCALING, pool=pool, pages=own_pages, starts=starts)
+        own = Call(*tokens_of([x[:, :, order] for x in inputs]), SCALING)
+        out = read_pages(layer, own, pool, pages if starts[1] == 6 else pages.flip(0), starts)
         found.append((out[torch.tensor(order).argsort()], pool[pages]))
     assert all(torch.equal(*both) for both in zip(*found, strict=True))
 
@@ -99,7 +98,7 @@ def test_without_kernels_and_with_exact_prefill(exact, kernels, monkeypatch):
 @pytest.mark.parametrize(
     ("bytes_", "pages", "starts", "words"),
     [
-        (8, [1], [0, 1], "another layer"),
+        (8, [1], [0, 1], "no state of this layer has 8 bytes"),
         (None, [1, 2], [0, 1], "a page and a start"),
         (None, [1], [0, 2], "a page and a start"),
     ],
@@ -110,8 +109,8 @@ def test_what_does_not_fit_together_is_refused(bytes_, pages, starts, words):
         inputs_of(layer, 0, 1, 1, 1),
         torch.zeros(3, bytes_ or layer.compressed.layout.bytes, dtype=torch.uint8),
     )
-    with pytest.raises(RuntimeError, match=words):
-        read_pages(layer, *tokens_of(inputs), scaling=SCALING, pool=pool, pages=torch.tensor(pages), starts=starts)
+    with pytest.raises((ValueError, RuntimeError), match=words):
+        read_pages(layer, Call(*tokens_of(inputs), SCALING), pool, torch.tensor(pages), starts)
 
 
 def test_neighbors_with_as_many_tokens_are_a_batch(monkeypatch):
@@ -124,7 +123,7 @@ def test_neighbors_with_as_many_tokens_are_a_batch(monkeypatch):
         monkeypatch.setattr("dofla.layers.pages.batches", lambda lengths, parts, own=parts: batches(lengths, own))
         pool, _ = pool_of(layer)
         pool[:] = layer.compressed.layout.empty(1, torch.device("cpu")).rows
-        options = {"scaling": SCALING, "pool": pool, "pages": pages, "exact": True}
-        found.append(read_pages(layer, *inputs, starts=[0, 1, 10, 19, 27], **options))
-        found.append(read_pages(layer, *(x[:4] for x in inputs), starts=[0, 1, 2, 3, 4], **options))
+        for tokens, starts in ((27, [0, 1, 10, 19, 27]), (4, [0, 1, 2, 3, 4])):
+            call = Call(*(x[:tokens] for x in inputs), SCALING, exact=True)
+            found.append(read_pages(layer, call, pool, pages, starts))
     torch.testing.assert_close(found[:2], found[2:])

@@ -59,7 +59,7 @@ def test_states_are_those_of_the_final_room_however_a_text_is_cut(model, tiny, s
         caches.append(cache)
     for layer, few, most in zip(Converted.of(model).layers.values(), *(x.layers for x in caches), strict=True):
         (grown,), (fixed,) = layer.resized(few.states, 60), most.states
-        opened = (layer.compressed.layout_of(state.rows.shape[1]).open(state) for state in (grown, fixed))
+        opened = (layer.compressed.layouts.of(state.rows.shape[1]).open(state) for state in (grown, fixed))
         for one, other in zip(*opened, strict=True):
             for part in ("window", "sinks", "tier"):
                 some, others = vars(getattr(one, part)), vars(getattr(other, part))

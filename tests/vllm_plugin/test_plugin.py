@@ -12,7 +12,7 @@ from vllm.v1.attention.backend import AttentionCGSupport
 from dofla.vllm.layer import heads_of, page_bytes
 from dofla.vllm.metadata import CompressedCacheBuilder
 from dofla.vllm.model import DoflaForCausalLM, DoflaHybridForCausalLM
-from dofla.vllm.plugin import register
+from dofla.vllm.plugin import _architecture, register
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
 DRAFTED = {"method": "draft_model", "num_speculative_tokens": 2}
@@ -262,6 +262,11 @@ def test_features_are_refused(features):
 def test_other_models_are_those_of_vllm(plain):
     made = engine(plain[1])
     assert not isinstance(model_of(made), DoflaForCausalLM | DoflaHybridForCausalLM)
+
+
+def test_a_config_that_says_outright_that_nothing_is_quantized_is_read():
+    assert _architecture(SimpleNamespace(hf_config=SimpleNamespace(quantization_config=None))) is None
+    assert _architecture(SimpleNamespace(hf_config=SimpleNamespace())) is None
 
 
 def test_an_old_vllm_gets_a_message(monkeypatch, caplog):

@@ -10,12 +10,11 @@ from torch import Tensor
 
 from dofla.attention.call import Call
 from dofla.attention.chunked import chunked, recurrent
-from dofla.attention.coding import Coder, Tier
+from dofla.attention.coding import Coder
 from dofla.attention.coding.operations import CodeOperations
 from dofla.attention.drawn import exact_causal
 from dofla.attention.exact import ExactPart, merge
-from dofla.attention.layout import CompressedState, Layout
-from dofla.attention.modules import ModuleList
+from dofla.attention.layout import CompressedState, Layout, Layouts
 from dofla.attention.state import FeatureState, TokenBuffer, accumulable
 
 
@@ -34,14 +33,12 @@ class Compressed(Protocol):
     """The KV heads of a layer whose caches are compressed: :class:`dofla.attention.CompressedHeads`."""
 
     layout: Layout
-
-    @property
-    def tiers(self) -> ModuleList[Tier]: ...
+    layouts: Layouts
 
     @property
     def coders(self) -> tuple[Sequence[Coder], Sequence[Coder]]: ...
 
-    def layout_of(self, count: int) -> Layout: ...
+    def empty(self, call: Call) -> CompressedState: ...
 
     def register(self) -> int: ...
 
@@ -71,8 +68,8 @@ class Backend(CodeOperations):
         then the groups are done one by one, in plain torch."""
         return None
 
-    def hold(self, heads: Compressed, call: Call, state: CompressedState) -> CompressedState | None:
-        """The state after the tokens of a call have entered caches, without attention to them. None if there are no
+    def hold(self, heads: Compressed, call: Call) -> CompressedState | None:
+        """The state after the tokens of a call that begins a sequence, without attention to them. None if there are no
         kernels for it."""
         return None
 

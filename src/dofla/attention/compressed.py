@@ -38,6 +38,8 @@ class CompressedHeads(HeadGroup[CompressedState]):
         coders: those of the tiers' keys, and of their values, as lists, since modules take long to find.
     """
 
+    compressed = True
+
     def __init__(self, sizes: Sequence[HeadSizes], head_dim: int, value_dim: int, bits: float) -> None:
         super().__init__(range(len(sizes)))
         self.layouts = Layouts(sizes, head_dim, value_dim, bits)
@@ -54,21 +56,13 @@ class CompressedHeads(HeadGroup[CompressedState]):
         REGISTERED[id(self)] = self
         return id(self)
 
-    def layout_of(self, count: int) -> Layout:
-        """The layout of states of so many bytes."""
-        return self.layouts.of(count) if self.layouts.grow else self.layout
-
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
         for tier in self.tiers:
             tier.reset()
 
     def traceable(self, call: Call, has_state: bool) -> bool:
-        tokens = call.query.shape[-2]
-        if self.layouts.grow and call.room is not None:  # a graph cannot change the size of a state
-            return False
-        if call.log_weight is not None and has_state and tokens > 1:
-            return False
-        return call.causal and tokens > 0 and backend_for(call.vectors).traceable(tokens, compressed=True)
+        changes = self.layouts.grow and call.room is not None  # the size of a state, which a graph cannot
+        return not changes and super().traceable(call, has_state)
 
     @torch.no_grad()
     def step(self, call: Call, state: CompressedState | None) -> tuple[Tensor, CompressedState]:
@@ -85,8 +79,7 @@ class CompressedHeads(HeadGroup[CompressedState]):
     def _hold_all(self, call: Call, backend: Backend) -> tuple[Tensor, CompressedState] | None:
         """An exact call that begins a sequence, where nothing is evicted: softmax attention, and all tokens enter the
         state. None if the backend has no kernels for it."""
-        empty = self._first_layout(call).empty(len(call.query), call.query.device)
-        if (after := backend.hold(self, call._replace(in_place=True), empty)) is None:
+        if (after := backend.hold(self, call)) is None:
             return None
         real = None if call.log_weight is None else call.log_weight > LOG_ZERO
         return causal(*call.vectors, call.scaling, None if real is None or real.all() else real), after
@@ -99,7 +92,7 @@ class CompressedHeads(HeadGroup[CompressedState]):
             layout, held = self._first_layout(call), None
         else:
             before = self._with_room(call, state)
-            layout = self.layout_of(before.rows.shape[-1])
+            layout = self.layouts.of(before.rows.shape[-1])
             held = layout.open(before)
         pieces, order, after = list[Tensor](), list[int](), dict[int, Contents]()
         for window in dict.fromkeys(size[:2] for size in layout.sizes):
@@ -120,28 +113,32 @@ class CompressedHeads(HeadGroup[CompressedState]):
         """The layout of the state that begins with a call."""
         return self.layouts.with_room(call.query.shape[-2] if call.room is None else call.room)
 
+    def empty(self, call: Call) -> CompressedState:
+        """The state before a call that begins a sequence."""
+        return self._first_layout(call).empty(len(call.query), call.query.device)
+
     def _with_room(self, call: Call, state: CompressedState | None) -> CompressedState:
         """The state before the call, with room for its tokens."""
         if state is None:
-            return self._first_layout(call).empty(len(call.query), call.query.device)
+            return self.empty(call)
         room = call.room if self.layouts.grow else None
         if room is None or self.layouts.with_room(room).bytes <= state.rows.shape[-1]:
             return state
         return self.resized(state, room)
 
     def resized(self, state: CompressedState, tokens: int) -> CompressedState:
-        before, after = self.layout_of(state.rows.shape[-1]), self.layouts.with_room(tokens)
+        before, after = self.layouts.of(state.rows.shape[-1]), self.layouts.with_room(tokens)
         return state if before is after else before.resized(state, after)
 
     def joined(self, states: Sequence[CompressedState]) -> CompressedState:
-        own = [self.layout_of(state.rows.shape[-1]) for state in states]
+        own = [self.layouts.of(state.rows.shape[-1]) for state in states]
         most = max(own, key=lambda layout: layout.bytes)
         return side_by_side([x if at is most else at.resized(x, most) for x, at in zip(states, own, strict=True)])
 
     def _read(self, call: Call, state: CompressedState, backend: Backend) -> tuple[Tensor, CompressedState]:
         """A call in plain torch, group by group."""
         out, after = call.new_output(), []
-        layout = self.layout_of(state.rows.shape[-1])
+        layout = self.layouts.of(state.rows.shape[-1])
         groups = zip(layout.heads, layout.sizes, self.tiers, layout.open(state), strict=True)
         for heads, size, tier, contents in groups:
             piece, kept = _attend(call.of_heads(heads), size.window, tier, contents, backend)

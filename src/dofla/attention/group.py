@@ -7,6 +7,7 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor, nn
 
+from dofla.attention.backends import backend_for
 from dofla.attention.call import Call
 from dofla.attention.state import Tensors, side_by_side
 
@@ -18,7 +19,12 @@ class HeadGroup(nn.Module, ABC, Generic[S]):
 
     Args:
         heads: the KV heads.
+
+    Attributes:
+        compressed: whether they have a compressed cache, or features.
     """
+
+    compressed = False
 
     def __init__(self, heads: Sequence[int]) -> None:
         super().__init__()
@@ -36,9 +42,12 @@ class HeadGroup(nn.Module, ABC, Generic[S]):
             Output [B, H, L, dv] in the dtype of the values, and the state after the call (None unless causal).
         """
 
-    @abstractmethod
     def traceable(self, call: Call, has_state: bool) -> bool:
         """True if torch.compile can take such a call into its graph: no shape and no branch depends on numbers."""
+        tokens = call.query.shape[-2]
+        if call.log_weight is not None and has_state and tokens > 1:
+            return False
+        return call.causal and tokens > 0 and backend_for(call.vectors).traceable(tokens, self.compressed)
 
     def resized(self, state: S, tokens: int) -> S:
         """The state with room for so many tokens, where it grows with them."""

@@ -36,12 +36,7 @@ class Tensors:
     """Shared by the dataclasses below: bundles of tensors whose first dimension is the batch."""
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> Self:
-        changed: dict[str, Any] = {}
-        for field in fields(self):
-            part = getattr(self, field.name)
-            if part is not None:
-                changed[field.name] = part.map(fn) if isinstance(part, Tensors) else fn(part)
-        return replace(self, **changed)
+        return combined(fn, self)
 
     @property
     def bytes(self) -> int:
@@ -58,14 +53,20 @@ class Tensors:
         return self.map(lambda t: t.index_select(0, index.to(t.device)))
 
 
-def side_by_side(parts: Sequence[Any]) -> Any:
-    """Bundles of the same layer, or tensors, as one whose batch is all of theirs, in this order."""
+def combined(fn: Callable[..., Tensor], *parts: Any) -> Any:
+    """Bundles of the same layer, or tensors, as one: ``fn`` of their tensors, place by place."""
     first = parts[0]
     if first is None:
         return None
     if isinstance(first, Tensor):
-        return torch.cat(list(parts))
-    return replace(first, **{x.name: side_by_side([getattr(part, x.name) for part in parts]) for x in fields(first)})
+        return fn(*parts)
+    changed = {x.name: combined(fn, *(getattr(part, x.name) for part in parts)) for x in fields(first)}
+    return replace(first, **changed)
+
+
+def side_by_side(parts: Sequence[Any]) -> Any:
+    """Bundles of the same layer as one whose batch is all of theirs, in this order."""
+    return combined(lambda *tensors: torch.cat(tensors), *parts)
 
 
 @dataclass(frozen=True)

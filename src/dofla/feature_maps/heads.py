@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from dofla.attention import Call, HeadGroup, HybridState, PackedTokens, TokenBuffer, attend, packed, rounded, unpacked
-from dofla.attention.backends import backend_for
 from dofla.feature_maps import FeatureMap, feature_map_class
 
 State = HybridState[TokenBuffer | PackedTokens]
@@ -40,17 +39,10 @@ class FeatureHeads(HeadGroup[State]):
         super().__init__(heads)
         self.map: FeatureMap = feature_map_class(feature_map)(len(heads), head_dim, features)
         self.features, self.window, self.sinks = features, window, sinks
-        self.head_dim, self.value_dim, self.token_dtype = head_dim, value_dim, token_dtype
         self.int8 = token_dtype == "int8" and bool(window or sinks)
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
         self.map.reset_parameters(generator)
-
-    def traceable(self, call: Call, has_state: bool) -> bool:
-        tokens = call.query.shape[-2]
-        if call.log_weight is not None and has_state and tokens > 1:
-            return False
-        return call.causal and tokens > 0 and backend_for(call.vectors).traceable(tokens, compressed=False)
 
     def step(self, call: Call, state: State | None) -> tuple[Tensor, State | None]:
         call = call.smoothed()

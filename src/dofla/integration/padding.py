@@ -5,13 +5,11 @@ padding elsewhere are brought into that form, or are made for the real tokens al
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import fields, replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from dofla.attention.state import Tensors
+from dofla.attention.state import Tensors, combined
 
 Answer = tuple[Tensor, Sequence[Tensors]]
 Run = Callable[..., Answer]
@@ -91,13 +89,9 @@ def _one_token(
     return out.masked_fill(~real.view(-1, 1, 1, 1), 0), after
 
 
-def _where(first: Tensor, one: Any, other: Any) -> Any:
-    """Rows of ``one`` where ``first`` [B] is True and of ``other`` elsewhere; bundles of the same layer, or tensors."""
-    if one is None:
-        return None
-    if isinstance(one, Tensor):
-        return torch.where(first.view(-1, *[1] * (one.ndim - 1)), one, other)
-    return replace(one, **{x.name: _where(first, getattr(one, x.name), getattr(other, x.name)) for x in fields(one)})
+def _where(first: Tensor, one: Tensors, other: Tensors) -> Tensors:
+    """Rows of ``one`` where ``first`` [B] is True and of ``other`` elsewhere."""
+    return combined(lambda x, y: torch.where(first.view(-1, *[1] * (x.ndim - 1)), x, y), one, other)
 
 
 def _continued(

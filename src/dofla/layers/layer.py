@@ -96,8 +96,8 @@ class AttentionLayer(nn.Module):
             key: [B, Hkv, L, d].
             value: [B, Hkv, L, dv].
             scaling: of the scores.
-            weight: key weights [B, L], 0 for padding, which only stands in front of a sequence's first token. Where
-                tokens are evicted by score, those of any weight above 0 count in full.
+            weight: key weights [B, L], 0 for padding, which only stands in front of a sequence's first token; 1 for
+                all other tokens of a compressed cache.
             states: one per group, or None at the beginning of a sequence.
             causal: whether queries see only earlier keys (and themselves).
             exact, room, importance: see :class:`dofla.attention.Call`; for compressed caches.

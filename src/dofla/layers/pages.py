@@ -2,33 +2,20 @@
 
 from itertools import groupby, pairwise
 
-import torch
 from torch import Tensor
 
 from dofla.attention import Call, CompressedState
 from dofla.attention.backends import backend_for
-from dofla.layers.layer import AttentionLayer, without_autocast
+from dofla.layers.layer import AttentionLayer
 
 
-def read_pages(
-    layer: AttentionLayer,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    scaling: float,
-    pool: Tensor,
-    pages: Tensor,
-    starts: list[int],
-    exact: bool = False,
-) -> Tensor:
+def read_pages(layer: AttentionLayer, call: Call, pool: Tensor, pages: Tensor, starts: list[int]) -> Tensor:
     """:meth:`AttentionLayer.forward` of n sequences of different lengths, whose states are updated in their pages.
 
     Args:
         layer: all of whose heads are compressed.
-        query: of the tokens of all sequences, one after the other, [L, H, 1, d].
-        key, value: likewise, [L, Hkv, 1, d] and [L, Hkv, 1, dv].
-        scaling, exact: as :meth:`AttentionLayer.forward` takes them.
+        call: the tokens of all sequences, one after the other, none of them padding: query [L, H, 1, d], key
+            [L, Hkv, 1, d] and value [L, Hkv, 1, dv].
         pool: [P, bytes], uint8.
         pages: of each sequence [n], int64; no two are the same.
         starts: where each sequence begins among the tokens, and their number, [n + 1]; those with one token come first.
@@ -36,39 +23,30 @@ def read_pages(
     Returns:
         Output [L, H, 1, dv].
     """
-    if not exact or starts[-1] == len(starts) - 1:
-        found = _in_place(layer, (query, key, value), scaling, pool, pages, starts)
+    if not call.exact or starts[-1] == len(starts) - 1:
+        found = _in_place(layer, call, pool, pages, starts)
         if found is not None:
             return found
-    return _in_batches(layer, query, key, value, scaling, pool, pages, starts, exact)
+    return _in_batches(layer, call, pool, pages, starts)
 
 
-@without_autocast
-@torch.no_grad()
-def _in_batches(
-    layer: AttentionLayer,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    scaling: float,
-    pool: Tensor,
-    pages: Tensor,
-    starts: list[int],
-    exact: bool,
-) -> Tensor:
+def _in_batches(layer: AttentionLayer, call: Call, pool: Tensor, pages: Tensor, starts: list[int]) -> Tensor:
     """:func:`read_pages` where the backend does not take all tokens at once."""
     lengths = [last - first for first, last in pairwise(starts)]
     ones = next((n for n, length in enumerate(lengths) if length > 1), len(lengths))
-    out = value.new_empty(*query.shape[:-1], value.shape[-1])
-    for first, last in batches(lengths, parts=query.is_cpu):
+    out = call.new_output()
+    for first, last in batches(lengths, parts=out.is_cpu):
         length = lengths[first]
         rows, own_pages = slice(starts[first], starts[last]), pages[first:last]
-        parts, own_starts = (query[rows], key[rows], value[rows]), list(range(last - first + 1))
-        found = _in_place(layer, parts, scaling, pool, own_pages, own_starts) if last <= ones else None
+        query, key, value = parts = [x[rows] for x in call.vectors]
+        found = None
+        if last <= ones:
+            own = Call(query, key, value, call.scaling)
+            found = _in_place(layer, own, pool, own_pages, list(range(last - first + 1)))
         if found is None:
             batch = [part[:, :, 0].unflatten(0, (-1, length)).transpose(1, 2) for part in parts]
             states = [CompressedState(pool[own_pages])]
-            found, (after,) = layer(*batch, scaling=scaling, states=states, exact=exact)
+            found, (after,) = layer(*batch, scaling=call.scaling, states=states, exact=call.exact)
             found = found.transpose(1, 2).flatten(0, 1).unsqueeze(2)
             pool[own_pages] = after.rows
         out[rows] = found
@@ -86,16 +64,8 @@ def batches(lengths: list[int], parts: bool) -> list[tuple[int, int]]:
     return found
 
 
-def _in_place(
-    layer: AttentionLayer,
-    vectors: tuple[Tensor, Tensor, Tensor],
-    scaling: float,
-    pool: Tensor,
-    pages: Tensor,
-    starts: list[int],
-) -> Tensor | None:
+def _in_place(layer: AttentionLayer, call: Call, pool: Tensor, pages: Tensor, starts: list[int]) -> Tensor | None:
     """The output of the backend, which updates the pages in place; None if it takes no such call."""
     heads = layer.compressed
     assert heads is not None
-    call = Call(*vectors, scaling, smoothing=layer.smoothing)
-    return backend_for(call.vectors).read_pages(heads, call, pool, pages, starts)
+    return backend_for(call.vectors).read_pages(heads, call._replace(smoothing=layer.smoothing), pool, pages, starts)

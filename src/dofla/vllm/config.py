@@ -12,7 +12,7 @@ logger = logging.getLogger(__name__)
 FROM_THE_TEXT = ("ngram", "suffix")
 """Methods of speculative decoding that take candidates from the text so far."""
 BLOCK = 512
-"""Tokens from one state that prefix caching keeps to the next, unless ``--block-size`` says so: each is a page."""
+"""Tokens from one state that prefix caching keeps to the next, each a page; ``--block-size`` says otherwise."""
 
 
 class CompressedModelConfig(MambaModelConfig):
@@ -35,6 +35,7 @@ class CompressedModelConfig(MambaModelConfig):
         cache = vllm_config.cache_config
         if vllm_config.kv_transfer_config is not None:
             check_moves(vllm_config)
+            vllm_config.kv_transfer_config.kv_load_failure_policy = "recompute"  # a text without states is read
             cache.enable_prefix_caching = False  # its pages hold states of blocks
         if cache.enable_prefix_caching and speculative is not None:
             logger.warning("prefix caching is off: beside speculative decoding, pages hold states after candidates")
@@ -66,4 +67,3 @@ def check_moves(vllm_config: VllmConfig) -> None:
     for other, asked in others.items():
         if asked:
             raise DoflaError(f"--kv-transfer-config: {CONNECTOR} moves no states beside {other}")
-    moves.kv_load_failure_policy = "recompute"  # a text whose states cannot be loaded is read

@@ -10,6 +10,7 @@ from vllm.utils.torch_utils import direct_register_custom_op
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 from vllm.v1.kv_cache_interface import KVCacheSpec
 
+from dofla.attention import Call
 from dofla.attention.coding.coder import check_coders
 from dofla.attention.layout import CompressedState, Layouts
 from dofla.layers import layer_of, read_pages, take_heads
@@ -134,17 +135,9 @@ class CompressedAttention(nn.Module, MambaBase):
                 pool[targets] = pool[sources]
             rows = slice(step.starts[-1]) if step.rows is None else step.rows
             whole = step.rows is None and step.starts[-1] == len(query)
-            tokens = vectors if whole else [x[rows] for x in vectors]
-            found = read_pages(
-                self.layer,
-                *tokens,
-                scaling=self.scaling,
-                pool=pool,
-                pages=step.pages,
-                starts=step.starts,
-                exact=self.exact_prefill,
-            )
-            out[rows] = found.flatten(1)
+            query, key, value = vectors if whole else [x[rows] for x in vectors]
+            call = Call(query, key, value, self.scaling, exact=self.exact_prefill)
+            out[rows] = read_pages(self.layer, call, pool, step.pages, step.starts).flatten(1)
 
 
 def heads_of(kv_heads: int, rank: int, ranks: int) -> list[int]:

@@ -26,7 +26,7 @@ def register() -> None:
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
     from vllm.model_executor.models import ModelRegistry
     from vllm.model_executor.models.config import MODELS_CONFIG_MAP
-    from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum, register_backend
+    from vllm.v1.attention.backends.registry import register_backend
 
     from dofla.vllm import checkpoint  # noqa: F401 - importing registers
     from dofla.vllm.config import CompressedModelConfig
@@ -36,10 +36,8 @@ def register() -> None:
     for name in (ARCHITECTURE, HYBRID):
         ModelRegistry.register_model(name, f"dofla.vllm.model:{name}")
         MODELS_CONFIG_MAP[name] = CompressedModelConfig
-    if CONNECTOR not in KVConnectorFactory._registry:
-        KVConnectorFactory.register_connector(CONNECTOR, "dofla.vllm.sessions", "SessionConnector")
-    if BACKEND not in MambaAttentionBackendEnum.__members__:
-        register_backend(BACKEND, "dofla.vllm.metadata.CompressedCacheBackend", is_mamba=True)
+    KVConnectorFactory.register_connector(CONNECTOR, "dofla.vllm.sessions", "SessionConnector")
+    register_backend(BACKEND, "dofla.vllm.metadata.CompressedCacheBackend", is_mamba=True)
     CompilationConfig._attention_ops.append("vllm::dofla_attention")
     for name in ("inspect_model_cls", "resolve_model_cls"):
         setattr(ModelRegistry, name, _with_our_models(getattr(ModelRegistry, name)))
@@ -62,7 +60,7 @@ def _with_our_models(resolve: Any) -> Any:
 
 def _architecture(model_config: Any) -> str | None:
     """The name of a compressed checkpoint's class; None for all other checkpoints."""
-    plan = getattr(model_config.hf_config, "quantization_config", {})
+    plan = getattr(model_config.hf_config, "quantization_config", None) or {}
     if plan.get("quant_method") != METHOD:
         return None
     compressed = sum(layer["kind"] != SoftmaxLayer.kind for layer in plan["layers"].values())

@@ -8,7 +8,7 @@ from arithmetic import sum_error
 from device import DEVICE, needs_device
 
 from dofla.attention import LOG_ZERO, CodedTokens, Moments, Tier
-from dofla.attention.coding.operations import PLAIN
+from dofla.attention.coding.operations import CodeOperations
 from dofla.attention.constants import FREE, NEVER
 
 pytestmark = needs_device
@@ -52,7 +52,9 @@ def check(tier, line, rotated, evicted_at):
     going = evicted_at.to(DEVICE, torch.int32).contiguous()
     attended = attend(found.key, found.value, rotated.to(DEVICE), own, going, SCALING)
     out, normalizer = (x.cpu().double() for x in attended)
-    wanted, wanted_normalizer = PLAIN.attend(tier.key, tier.value, rotated.double(), line, evicted_at, SCALING)
+    wanted, wanted_normalizer = CodeOperations().attend(
+        tier.key, tier.value, rotated.double(), line, evicted_at, SCALING
+    )
     nobody = wanted_normalizer < LOG_ZERO / 2
     # Roundings of n numbers are of either sign: a sum is off by a few times √n of them (Higham and Mary 2019). Three
     # products of TF32, for one of float32, leave out up to 2⁻²⁰ of it, perhaps always the same way.

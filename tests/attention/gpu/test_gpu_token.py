@@ -165,3 +165,17 @@ def test_a_token_is_three_launches_and_waits_for_nothing(name, paged, monkeypatc
                 Triton().read_compressed(heads, call, state)
     assert launched == ["encode_and_rotate", "attend", "update"]
     assert not counted.names
+
+
+@pytest.mark.interpreter
+def test_heads_that_grow_need_no_other_kernels_and_no_other_constants():
+    from dofla.attention.gpu.codes import Coding
+
+    heads, _ = cache_of("one that grows")
+    found = set()
+    for tokens in (10, 100, 3000):
+        for decoder in decoders_of(heads, heads.layouts.with_room(tokens)):
+            of_keys, of_values = decoder.coders()
+            shape = decoder._shape(2, Coding.of(of_keys), Coding.of(of_values))
+            found.add((shape, id(of_keys), id(of_values)))
+    assert len(found) == len(decoders_of(heads, heads.layout))

@@ -54,6 +54,3 @@ class CodeOperations:
         scores = (scores + line.log_weight[:, :, None, None]).masked_fill(~seen.unsqueeze(2), LOG_ZERO)
         out = scores.softmax(-1) @ values.unsqueeze(2) * seen.any(-1)[:, :, None, :, None]
         return out.flatten(1, 2), scores.logsumexp(-1).flatten(1, 2)
-
-
-PLAIN = CodeOperations()

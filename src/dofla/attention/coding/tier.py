@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from dofla.attention.coding.coder import Coder, token_bytes
-from dofla.attention.coding.operations import PLAIN, CodeOperations
+from dofla.attention.coding.operations import CodeOperations
 from dofla.attention.coding.tokens import CodedTokens
 from dofla.attention.constants import FREE, LOG_ZERO
 from dofla.attention.state import TokenBuffer
@@ -48,7 +48,7 @@ class Tier(nn.Module):
         held: CodedTokens,
         scaling: float,
         real: Tensor,
-        operations: CodeOperations = PLAIN,
+        operations: CodeOperations,
     ) -> tuple[tuple[Tensor, Tensor], CodedTokens]:
         """Attention to the tier while tokens enter it and others are evicted.
 
@@ -76,7 +76,7 @@ class Tier(nn.Module):
         out, normalizer = (torch.cat(parts, 2) for parts in zip(*outputs, strict=True))
         return (self.value.unrotate(out), normalizer), held
 
-    def encode(self, tokens: TokenBuffer, operations: CodeOperations = PLAIN) -> CodedTokens:
+    def encode(self, tokens: TokenBuffer, operations: CodeOperations) -> CodedTokens:
         """Tokens as the tier keeps them, with a score of 0, or :data:`FREE` for padding."""
         key, value = operations.encode([self.key, self.value], [tokens.key, tokens.value])
         log_weight = tokens.log_weight.unsqueeze(1).expand(key[0].shape[:3])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import NamedTuple
+from weakref import WeakKeyDictionary, proxy, ref
 
 import torch
 from torch import Tensor
@@ -42,6 +43,22 @@ class JointCoder:
                 self.constants.copy_(constants)
         else:
             self.constants = constants
+
+
+_JOINT: WeakKeyDictionary[Coder, list[tuple[list[ref[Coder]], JointCoder]]] = WeakKeyDictionary()
+"""Coders as one, by the first of them: those that each is made of, and it."""
+
+
+def joint(coders: Sequence[Coder]) -> JointCoder:
+    """Coders as one, with their constants as they are now; made once. It holds none of them, and goes with the
+    first."""
+    known = _JOINT.setdefault(coders[0], [])
+    found = next((one for made_of, one in known if [own() for own in made_of] == list(coders)), None)
+    if found is None:
+        found = JointCoder([proxy(own) for own in coders])  # type: ignore[misc]  # who has a proxy has a coder
+        known.append(([ref(own) for own in coders], found))
+    found.update()
+    return found
 
 
 class Coding(NamedTuple):

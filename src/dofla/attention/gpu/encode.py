@@ -7,7 +7,6 @@ rounded by itself; so none may be fused with another. How many bits a block has 
 
 from collections.abc import Sequence
 from itertools import accumulate
-from weakref import WeakKeyDictionary, proxy, ref
 
 import torch
 import triton
@@ -18,12 +17,9 @@ from dofla.attention.coding.coder import Coder, Codes
 from dofla.attention.coding.levels import SCALES_AT
 from dofla.attention.constants import BRANCHES, FINE, NOWHERE, UNIT, WINDOW
 from dofla.attention.gpu import block_count
-from dofla.attention.gpu.codes import Coding, JointCoder, tables_on
+from dofla.attention.gpu.codes import Coding, JointCoder, joint, tables_on
 from dofla.attention.gpu.numbers import at, exponent_of, power_of_two, rounded, whole
 from dofla.attention.heads import on_device
-
-_JOINT: WeakKeyDictionary[Coder, tuple[list[ref[Coder]], JointCoder]] = WeakKeyDictionary()
-"""Coders of a layer as one, by the first of them: those that it was made of, and the joint one."""
 
 VECTORS = tl.constexpr(32)
 """Vectors of a program that packs them."""
@@ -89,24 +85,14 @@ def encode_last(coders: Sequence[Coder], vectors: Sequence[Tensor], counts: Sequ
         alike.setdefault((coder.dim, coder.mean_bits), []).append(n)
     found: dict[int, Codes] = {}
     for own in alike.values():
-        joint, heads = _joint([coders[n] for n in own]), [coders[n].heads for n in own]
+        together, heads = joint([coders[n] for n in own]), [coders[n].heads for n in own]
         x = torch.cat([vectors[n] for n in own], 1)
         of_heads = [counts[n] for n, count in zip(own, heads, strict=True) for _ in range(count)]
         parts = [counts[n] * count for n, count in zip(own, heads, strict=True)]
-        sides = (part.split(parts, 1) for part in _encode_last(joint, joint.dim // joint.block, x, of_heads))
+        sides = (part.split(parts, 1) for part in _encode_last(together, together.dim // together.block, x, of_heads))
         for n, count, codes, scales in zip(own, heads, *sides, strict=True):
             found[n] = codes.unflatten(1, (count, -1)), scales.unflatten(1, (count, -1))
     return [found[n] for n in range(len(coders))]
-
-
-def _joint(coders: Sequence[Coder]) -> JointCoder:
-    """Coders as one, made once. It holds none of them, and goes with the first."""
-    made_of, joint = _JOINT.get(coders[0], ([], None))
-    if joint is None or [own() for own in made_of] != coders:
-        joint = JointCoder([proxy(own) for own in coders])  # type: ignore[misc]  # who has a proxy has a coder
-        _JOINT[coders[0]] = [ref(own) for own in coders], joint
-    joint.update()
-    return joint
 
 
 def _encode_last(coder: Coder | JointCoder, bits_of_head: int, x: Tensor, counts: Sequence[int] | None = None) -> Codes:

@@ -38,7 +38,7 @@ def prepare(known: int, scaling: float, device: torch.device, count: int) -> Non
     traced. A tensor that is made while a CUDA graph is recorded lies in memory of the graph."""
     weight_steps(scaling, device)
     heads = REGISTERED[known]
-    for decoder in decoders_of(heads, heads.layout_of(count)):
+    for decoder in decoders_of(heads, heads.layouts.of(count)):
         decoder.constants(device)
 
 
@@ -53,7 +53,7 @@ def decode(heads: Compressed, call: Call, rows: Tensor, pages: Tensor | None = N
     """Attention of one token of each sequence [B, H, 1, dv]. The states, which are updated in place, are rows
     [B, bytes]; or the sequences' ``pages`` [B] of a pool of such rows."""
     out = call.new_output()
-    for decoder in decoders_of(heads, heads.layout_of(rows.shape[-1])):
+    for decoder in decoders_of(heads, heads.layouts.of(rows.shape[-1])):
         decoder(call, rows, out, pages)
     return out
 
@@ -67,7 +67,7 @@ def decode(heads: Compressed, call: Call, rows: Tensor, pages: Tensor | None = N
 def decode_token(
     query: Tensor, key: Tensor, value: Tensor, log_weight: Tensor | None, rows: Tensor, known: int, scaling: float
 ) -> Tensor:
-    """:func:`decode` for graphs, which hold no heads but their id (:meth:`.CompressedHeads.register`)."""
+    """:func:`decode` for graphs, which hold no heads but their id (:meth:`.Compressed.register`)."""
     return decode(REGISTERED[known], Call(query, key, value, scaling, log_weight), rows)
 
 

@@ -17,7 +17,7 @@ from dofla.attention.backend import Compressed
 from dofla.attention.call import Call
 from dofla.attention.coding.heavy_hitters import weight_steps
 from dofla.attention.gpu import block_count, block_size
-from dofla.attention.gpu.codes import Coding, JointCoder, tables_on
+from dofla.attention.gpu.codes import Coding, JointCoder, joint, tables_on
 from dofla.attention.gpu.encode import WAYS
 from dofla.attention.gpu.token_attend import SUMMANDS, attend
 from dofla.attention.gpu.token_encode import encode_and_rotate
@@ -66,7 +66,7 @@ class Shape(NamedTuple):
 
 
 def alike(group: Group) -> tuple[int, ...]:
-    """Sizes that groups decoded together have in common: all but those of their tiers."""
+    """Sizes that groups decoded together have in common: the window, what cannot go, and vectors."""
     return group.window, group.sinks, group.newest, group.key_dim, group.value_dim
 
 
@@ -77,15 +77,15 @@ class Decoder:
         # No heads are held: decoders go with them (operators.py).
         first = layout.groups[groups[0]]
         self.window, self.sinks, self.newest = first.window, first.sinks, first.newest
-        tiers = [heads.tiers[n] for n in groups]
-        self._coders = JointCoder([tier.key for tier in tiers]), JointCoder([tier.value for tier in tiers])
+        keys, values = heads.coders
+        self._coders = joint([keys[n] for n in groups]), joint([values[n] for n in groups])
         own = {head for n in groups for head in layout.heads[n]}
         self.descriptions = tuple(
             tuple(numbers) for head, numbers in zip(layout.order, layout.head_numbers(), strict=True) if head in own
         )
         slots = [(layout.groups[n].slots, layout.groups[n].grows) for n in groups]
         self.places = max((n for n, grows in slots if not grows), default=0)
-        self.most = max(n for n, _ in slots)
+        self.most, self.grows = max(n for n, _ in slots), any(grows for _, grows in slots)
         self.parts = min(PARTS, block_count(self.most + 1, TILE))
         self._known: dict[int, tuple[Coding, Coding, Shape]] = {}
         self._on: dict[torch.device, Tensor] = {}  # descriptions
@@ -143,6 +143,9 @@ class Decoder:
 
     def _shape(self, groups: int, key: Coding, value: Coding) -> Shape:
         per_token = key.size + key.blocks + value.size + value.blocks
+        # Kernels are compiled for a shape. That of heads that grow is the same however far they have.
+        parts = PARTS if self.grows else self.parts
+        scores = SCORES if self.grows else min(SCORES, triton.next_power_of_2(self.most))
         scratch = Rows(
             [
                 ((2,), torch.int32),
@@ -151,7 +154,7 @@ class Decoder:
                 ((groups, 2 * key.dim + 1 + key.blocks), torch.float32),
                 ((3, groups, key.dim), torch.float16),
                 ((groups, self.places + 1), torch.float32),
-                ((self.parts + 1, groups, value.dim + 2), torch.float32),
+                ((parts + 1, groups, value.dim + 2), torch.float32),
                 ((key.dim + value.dim, WAYS.value), torch.uint8),
             ]
         )
@@ -159,6 +162,6 @@ class Decoder:
         window, tier = map(triton.next_power_of_2, (key.dim + value.dim + 2, per_token))
         sizes = groups, self.window, self.sinks, self.places, lanes, self.newest
         queries = min(max(triton.next_power_of_2(groups), 16 // SUMMANDS.value), ROWS // SUMMANDS.value)
-        tiles = queries, block_size(groups, ROWS), TILE, min(SCORES, triton.next_power_of_2(self.most))
+        tiles = queries, block_size(groups, ROWS), TILE, scores
         moved = max(1, MOVED // window), max(1, min(lanes, MOVED // 2 // tier))
         return Shape(*sizes, *tiles, *moved, scratch.bytes, *scratch.starts)
