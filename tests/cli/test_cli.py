@@ -189,6 +189,11 @@ SHORT = ["--data", "TEXT", "--length", 32]
         (["distill", "MODEL", "--plan", "missing.json", "--data", "TEXT", "--out", "NEW"], ["missing.json"]),
         (["evaluate", "MODEL", "--data", "TEXT"], ["plain model", "dofla compress"]),
         (["evaluate", "demo", "--data", "sample", "--windows", 1], ["not converted", "dofla compress"]),
+        (
+            ["run", "demo-compression", "--set", "evaluate.new_tokens=0"],
+            ["'evaluate': new_tokens is 0"],
+        ),
+        (["run", "compress", "--set", "model=demo", "--set", "evaluate.prompts=-1"], ["prompts is -1"]),
         (["run", "nosuch"], ["nosuch", "compress, default, demo"]),
         (["run", "missing.yaml"], ["missing.yaml"]),
         (["run", "BAD", "--out", "NEW"], ["bad.yaml", "ratio", "lots"]),

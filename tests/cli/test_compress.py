@@ -109,11 +109,32 @@ def test_heads_that_hold_every_token_are_found(calibration, tmp_path, capsys):
         (["--out", "NEW", *SHORT, "--ratio", "16"], "give one of them"),
         (["--out", "HERE"], "exists already"),
         (["--adapter", "HERE"], "exists already"),
+        (["--adapter", "NEW", "--out", "NEW"], "give two folders, neither of them inside the other"),
+        (["--adapter", "NEW", "--out", "INSIDE"], "give two folders, neither of them inside the other"),
+        (["--adapter", "INSIDE", "--out", "NEW"], "give two folders, neither of them inside the other"),
     ],
 )
 def test_what_is_refused_leaves_nothing(calibration, tmp_path, capsys, words, message):
     (tmp_path / "here").mkdir()
     (tmp_path / "here" / "mine.txt").write_text("kept")
     places = {"NEW": tmp_path / "new", "HERE": tmp_path / "here", "CALIBRATION": calibration}
+    places["INSIDE"] = tmp_path / "new" / "inside"
     assert message in refused(capsys, "compress", "demo", *(places.get(word, word) for word in words))
     assert [path.name for path in tmp_path.rglob("*")] == ["here", "mine.txt"]
+
+
+def test_the_next_command_has_what_this_one_was_given(tmp_path, capsys):
+    layer = "model.layers.0.self_attn"
+    given = ["--set", f"keep_softmax={layer}", "--set", "context=256"]
+    assert call("check", "demo", *given) == 0
+    out = tmp_path / "calibration.safetensors"
+    assert call("calibrate", "demo", "--data", "sample", *SHORT[2:], *given, "--out", out) == 0
+    for command in re.findall("next: dofla (.*)", capsys.readouterr().out):
+        assert f"--set context=256 --set keep_softmax={layer}" in command
+        words = [tmp_path / word if word == "compressed" else word for word in command.split()]
+        (index,) = (n for n, word in enumerate(words) if word == "--ratio")
+        words[index + 1] = 4
+        if "--calibration" in words:
+            assert call(*words) == 0
+    plan = Converted.of(AutoModelForCausalLM.from_pretrained(tmp_path / "compressed")).plan
+    assert layer not in [own.name for own in plan.converted]

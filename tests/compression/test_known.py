@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, TorchAoConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, TorchAoConfig
 
 import dofla
 from dofla.compression import compress as module
@@ -94,3 +94,33 @@ def test_a_damaged_one_is_passed_over(folder, caplog):
     plan_of(folder)
     assert "passed over" in caplog.text
     assert dofla.Calibration.load(kept).retrieval
+
+
+def test_where_there_is_no_repository_the_model_is_calibrated(folder, monkeypatch):
+    def missing(*_, **__):  # what transformers does, whatever its flags say
+        raise OSError("dofla/calibrations is not a valid model identifier")
+
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    model.config._name_or_path = "somebody/model"
+    monkeypatch.setattr(known, "cached_file", missing)
+    monkeypatch.setattr(module, "tokenizer_of", lambda *_, **__: AutoTokenizer.from_pretrained(folder))
+    assert Converted.of(dofla.compress(model, size="9KB")).plan.made_by["held_out"]
+
+
+def test_what_cannot_be_kept_is_used(folder, tmp_path):
+    (tmp_path / "home").write_text("no folder")
+    assert plan_of(folder).made_by["held_out"]
+
+
+def test_a_folder_without_a_tokenizer_has_none(folder):
+    (folder / "tokenizer.json").unlink()
+    for path in folder.glob("*token*"):
+        path.unlink()
+    with pytest.raises(DoflaError, match="has no tokenizer to calibrate with: give the tokenizer"):
+        plan_of(folder)
+
+
+def test_windows_beside_a_calibration_are_refused(folder, tiny):
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    with pytest.raises(DoflaError, match="windows and calibration are both given: give one of them"):
+        dofla.compress(model, tiny.tokens(2, 32), size="9KB", calibration="base")

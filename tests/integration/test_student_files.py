@@ -340,6 +340,8 @@ def test_an_adapter_takes_the_place_of_another_as_a_whole(adapter, monkeypatch):
     before = (adapter / WEIGHTS).read_bytes()
     (adapter / "tokenizer.json").write_text("mine")
     (adapter / "lora.safetensors").write_text("of another student")
+    (adapter / "inside").mkdir()
+    (adapter / "inside" / WEIGHTS).write_text("of an adapter in there")
     other = student("llama")
     with monkeypatch.context() as broken:
         broken.setattr(checkpoint, "write_card", lambda *_, **__: 1 / 0)
@@ -349,6 +351,7 @@ def test_an_adapter_takes_the_place_of_another_as_a_whole(adapter, monkeypatch):
     assert (adapter / "lora.safetensors").exists()
     dofla.save_adapter(other, adapter)
     assert (adapter / "tokenizer.json").read_text() == "mine"
+    assert (adapter / "inside" / WEIGHTS).read_text() == "of an adapter in there"
     assert not (adapter / "lora.safetensors").exists()
     assert (adapter / "README.md").read_text().startswith("---")
     assert not [path for path in adapter.parent.iterdir() if "partial" in path.name]

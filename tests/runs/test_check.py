@@ -215,3 +215,9 @@ def test_the_estimate_counts_the_passes_of_calibration(tiny):
     dofla.calibrate(model, tiny.tokens(WINDOWS, LENGTH))
     needles = min(FAR, model.config.max_position_embeddings)
     assert sum(read) == pytest.approx(calibration_operations(1) - FAR + needles, rel=0.05)
+
+
+def test_every_size_that_is_asked_for_is_judged(tiny):
+    found = dofla.check(tiny.llama(), ["9KB", "1B"])
+    assert not found.supported
+    assert found.reason.startswith("size 1 bytes is too small")

@@ -171,7 +171,16 @@ def test_bad_input(tiny):
         ({}, {}, "windows to evaluate on: none"),
         ({"a": [tokens]}, {"sizes": []}, "no size to try"),
         ({"a": [tokens]}, {"context": 16}, "context is 16, and texts have 32 tokens: give as many"),
+        ({"a": [tokens]}, {"retrieval_heads": 1}, "retrieval_heads is 1: give the tokenizer too"),
         ({"a": [tokens]}, {"target": 0}, "target is 0: give what may be lost, above 0"),
     ]:
         with pytest.raises(DoflaError, match=message):
             dofla.frontier(model, tokens, texts, **options)
+
+
+def test_a_folder_that_exists_is_refused_before_anything_is_measured(tiny, tmp_path, monkeypatch):
+    (tmp_path / "mine.txt").touch()
+    monkeypatch.setattr("dofla.runs.frontier.measure", None)
+    tokens = windows(tiny, 2, 32)
+    with pytest.raises(DoflaError, match="exists already"):
+        dofla.frontier(tiny.llama(), tokens, {"a": [tokens]}, sizes=["9KB"], out=tmp_path)

@@ -116,7 +116,7 @@ def test_a_layer_kept_softmax_cannot_be_saved(tiny, tmp_path):
     keep_softmax(plan, 0)
     dofla.linear.linearize(model, plan)
     document = torch.arange(1, 11).unsqueeze(0)
-    with pytest.raises(DoflaError, match="layer 0 is softmax"):
+    with pytest.raises(DoflaError, match="layer 0 is not compressed"):
         save_state(read_prompt(model, document), document, tmp_path / "state", model)
 
 

@@ -5,7 +5,7 @@ import threading
 import pytest
 import torch
 from sizes import compress
-from tiny_families import own_student
+from tiny_families import own_student, teacher
 from transformers import AutoModelForCausalLM, DynamicCache, GenerationConfig, LogitsProcessor, MiniMaxConfig
 
 import dofla
@@ -207,10 +207,10 @@ def test_what_keeps_no_states_has_no_session(tiny):
 def test_conversations_in_a_folder_go_on_in_another_session(model, tiny, tmp_path, caplog):
     folder = tmp_path / "sessions"
     if not is_converted(model):
-        with pytest.raises(DoflaError, match="the model is not converted"):
+        with pytest.raises(DoflaError, match="sessions: layer 0 is not compressed"):
             Session(model, folder=folder)
         compressed = compress(model, tiny.tokens(4, 64), 24, keep_softmax=["model.layers.0.self_attn"])
-        with pytest.raises(DoflaError, match="sessions takes conversations of models that are compressed as a whole"):
+        with pytest.raises(DoflaError, match="sessions: layer 0 is not compressed"):
             Session(compressed, folder=folder)
         return
     first, texts = Session(model, folder=folder), [tiny.tokens(1, 40), tiny.tokens(1, 30, seed=5)]
@@ -251,3 +251,29 @@ def test_a_file_of_another_calibration_is_passed_over(tiny, tmp_path, caplog):
     other = Session(compress(tiny.llama(seed=1), tiny.tokens(4, 64), 24), folder=tmp_path)
     assert "passed over" in caplog.text
     assert not other._files
+
+
+def test_a_folder_is_refused_where_a_layer_keeps_keys(tmp_path):
+    config = teacher("gemma3").config
+    config.head_dim = 8
+    model = compress(AutoModelForCausalLM.from_config(config), torch.randint(3, 60, (4, 64)), 24)
+    with pytest.raises(DoflaError, match=r"layer 0 is not compressed \(kept softmax, with a sliding"):
+        Session(model, folder=tmp_path)
+
+
+def test_a_token_that_the_model_does_not_know_is_refused_wherever_it_stands(model):
+    session = Session(model)
+    for text in ([[99, 5, 6]], [[5, 99, 6]], [[5, 6, 99]]):
+        with pytest.raises(DoflaError, match="token 99, and LlamaForCausalLM knows 0 to 63"):
+            answer(session, torch.tensor(text))
+
+
+def test_a_reset_removes_files_of_states_that_no_weights_fit(tiny, tmp_path):
+    model, text = model_of(tiny), tiny.tokens(1, 20)
+    session = Session(model, folder=tmp_path)
+    answer(session, text)
+    (tmp_path / "anna.safetensors").write_bytes(next(tmp_path.iterdir()).read_bytes())
+    session.reset()
+    assert [path.name for path in tmp_path.iterdir()] == ["anna.safetensors"]
+    answer(session, text)
+    assert len(list(tmp_path.iterdir())) == 2

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -44,9 +44,12 @@ def calibration_windows(
 ) -> TokenWindows:
     """Windows to calibrate on, cut as ``text`` says, by default as long as the model and the context allow."""
     from dofla.compression.directions import default_cut
+    from dofla.integration.packages import DEMO
     from dofla.integration.positions import positions_of
+    from dofla.runs.demo.data import DEMO_LENGTH
 
-    return windows_from(source, model, tokenizer, {**default_cut(positions_of(model), settings.get("context")), **text})
+    most = positions_of(model), settings.get("context"), DEMO_LENGTH if source == DEMO else None
+    return windows_from(source, model, tokenizer, {**default_cut(*most), **text})
 
 
 def written(kind: str, path: Path) -> None:
@@ -56,6 +59,13 @@ def written(kind: str, path: Path) -> None:
     files = [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]
     total = sum(file.stat().st_size for file in files)
     current_view().show(f"\n{kind} written to {path} ({size(total)} on disk)")
+
+
+def carried(given: Mapping[str, Any], names: Collection[str]) -> list[str]:
+    """Words that give the next command what this one was given by ``--set``, of these names."""
+    asked = ((name, given[name]) for name in names if name in given)
+    texts = ((name, ",".join(value) if isinstance(value, (list, tuple)) else value) for name, value in asked)
+    return [word for name, value in texts for word in ("--set", f"{name}={value}")]
 
 
 def following(*words: object) -> None:

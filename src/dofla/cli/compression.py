@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from typer import Option
 
-from dofla.cli.common import calibration_windows, following, windows_from, written
+from dofla.cli.common import calibration_windows, carried, following, windows_from, written
 from dofla.cli.options import (
     DATA,
     IN_MEMORY,
@@ -27,6 +27,8 @@ from dofla.cli.settings import Function
 from dofla.cli.verb import No, current_view
 from dofla.errors import DoflaError
 
+_OF_CACHE = "context", "keep_softmax"
+
 
 def check(
     model: ModelArgument,
@@ -45,7 +47,7 @@ def check(
     if not found.supported:
         return No(found.to_dict())
     asked = ["--size", size[0]] if size else ["--ratio", f"{ratio or 16:g}"]
-    following("compress", model, *asked, "--out", "compressed")
+    following("compress", model, *asked, *carried(settings, _OF_CACHE), "--out", "compressed")
     return found.to_dict()
 
 
@@ -76,7 +78,8 @@ def calibrate(
     found.save(out)
     view.show(found)
     written("calibration", out)
-    following("compress", model, "--calibration", out, "--ratio", 16, "--out", "compressed")
+    same = carried({**opening, **settings}, ["dtype", *_OF_CACHE])
+    following("compress", model, "--calibration", out, "--ratio", 16, *same, "--out", "compressed")
     return {"calibration": out, "model": found.model, **found.made_by}
 
 
@@ -124,6 +127,10 @@ def compress(
 
     if out is None and adapter is None:
         raise DoflaError("nowhere to write: give --out FOLDER for a whole model, or --adapter FOLDER")
+    if out is not None and adapter is not None:
+        inner, outer = out.resolve(), adapter.resolve()
+        if inner.is_relative_to(outer) or outer.is_relative_to(inner):
+            raise DoflaError(f"--out {out} and --adapter {adapter}: give two folders, neither of them inside the other")
     if calibration is not None and data is not None:
         raise DoflaError(f"--calibration {calibration} and --data {data} are both given: give one of them")
     view, kinds = current_view(), {"compressed model": out, "adapter": adapter}
@@ -215,8 +222,7 @@ def frontier(
             following("chat", out / ADAPTERS / str(found.kept[0]))
     elif target is not None:
         given = {**opening, **cutting, "retrieval_heads": 0, **settings}
-        common = ["seed", "dtype", "context", "retrieval_heads"]
-        changes = [word for name in common if name in given for word in ("--set", f"{name}={given[name]}")]
+        changes = carried(given, ["seed", "text_field", "holdout", "dtype", "context", "retrieval_heads"])
         for size in found.kept:
             following("compress", model, "--size", size, "--data", data, *changes, "--out", f"compressed-{size}")
     return found.to_dict()

@@ -136,10 +136,12 @@ def generate(
     from dofla.integration.offload import device_of
     from dofla.integration.reading import check_readable
     from dofla.runs.opening import open_converted
+    from dofla.serving.models import writing
 
     text = _prompt(prompt)
     check_numbers(new_tokens=new_tokens)
     opened, tokenizer = open_converted(model, device=device, **opening)
+    writing(opened)  # refuses an encoder
     ids, options = _tokens(tokenizer, text, chat), {"max_new_tokens": new_tokens, "do_sample": sample}
     check_readable(opened, ids, "--prompt", new_tokens)
     start = _prompt_state(opened, tokenizer, prompt_state, document)
@@ -228,7 +230,7 @@ def _tokens(tokenizer: Any, prompt: str, chat: bool) -> Tensor:
 def _prompt_state(model: Any, tokenizer: Any, path: Path | None, document: Path | None) -> tuple[Any, Any] | None:
     """The tokens and the cache to go on from, read from ``path`` or, the first time, from ``document``."""
     from dofla.data import read_documents
-    from dofla.serving.prompt_state import load_state, read_prompt, save_state
+    from dofla.serving.prompt_state import check_saved, load_state, read_prompt, save_state
 
     if path is None:
         if document is not None:
@@ -237,6 +239,7 @@ def _prompt_state(model: Any, tokenizer: Any, path: Path | None, document: Path 
     if not path.exists():
         if document is None:
             raise DoflaError(f"{path} does not exist: add --document FILE to make it")
+        check_saved(model)
         text = "\n\n".join(read_documents(document))
         ids = tokenizer(text, return_tensors="pt", verbose=False)["input_ids"]
         with about(document):

@@ -137,7 +137,8 @@ def verb(function: Callable[..., dict[str, Any]]) -> Callable[..., None]:
 
 def _kept(given: Mapping[str, Any]) -> Iterator[str]:
     """Words on what an interrupted verb has written; none of one that writes nothing."""
-    resumes = current_view().resumes
+    view = _VIEW.get(None)  # none while libraries are imported
+    resumes = None if view is None else view.resumes
     places = [path for name in ("out", "adapter") if (path := given.get(name)) and path.exists()]
     if resumes is not None and resumes.exists():
         yield f"({resumes} has what was finished: the same command goes on from there)"

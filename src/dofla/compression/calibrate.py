@@ -15,7 +15,7 @@ from dofla.compression.calibration import Calibration
 from dofla.compression.directions import Directions, measure_directions
 from dofla.compression.eviction_error import EvictionErrors, streams
 from dofla.compression.head_budgets import divide, with_reading
-from dofla.compression.known import forget, interrupted, keep_if_possible, unfinished
+from dofla.compression.known import forget, interrupted, keep, unfinished
 from dofla.compression.memory import warn_of_memory, ways_out
 from dofla.compression.plan import bytes_for, even_bytes
 from dofla.compression.reading_shares import reading_shares
@@ -147,11 +147,11 @@ def measure(
         made_by = {"source": text.source, "tokens": text.tokens, "context": within}
         of = target.name, target.fingerprint, target.weights
         made = Calibration(found, {}, costs, reading, (), (), *of, made_by)
-        keep_if_possible(made, folder)
+        keep(made, folder)
     work.done = first
     if measured and not made.shares:
         made = _compared(made, model, target, short, work)
-        keep_if_possible(made, folder)
+        keep(made, folder)
     work.done = first + compared
     if needles is not None:
         ranked = partial(work, "retrieval heads", documents / len(needles.documents) / len(layers))
@@ -214,9 +214,11 @@ def _compared(
     size = sum(x.kv_heads * bytes_for(tokens, x.head_dim, x.value_dim) for x in sites)
     sizes = even_bytes(sites, size)
     shares = divide(sizes, found.costs)
-    ways = {"even": {name: [1.0] * len(own) for name, own in shares.items()}, "eviction": shares}
-    if found.reading:  # not in what a version before has left unfinished
-        ways["reading"] = with_reading(sizes, shares, found.reading)
+    ways = {
+        "even": {name: [1.0] * len(own) for name, own in shares.items()},
+        "eviction": shares,
+        "reading": with_reading(sizes, shares, found.reading),
+    }
     made_by, best = dict(found.made_by), [*ways][-1]
     if others:
         made_by["held_out"] = kl = _losses(found, ways, model, target, size, others, work)

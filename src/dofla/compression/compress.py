@@ -12,7 +12,7 @@ from dofla.compression.calibrate import HEAD_BUDGETS, measure
 from dofla.compression.calibration import Calibration
 from dofla.compression.directions import default_cut
 from dofla.compression.head_budgets import LEAST_OF_ALL, HeadBudgets
-from dofla.compression.known import BASE, keep, known
+from dofla.compression.known import BASE, cache_folder, keep, known
 from dofla.compression.plan import BITS, compressed_plan
 from dofla.compression.retrieval import AUTO, by_layer
 from dofla.compression.target import Target, tokenizer_of
@@ -63,7 +63,8 @@ def compress(
             unit (``"1.5MiB"``, ``"800KiB"``, ``"1GiB"``, decimal ``"2MB"``), or an int.
         ratio: the size, as a compression factor: bytes of the bfloat16 cache of these layers at ``context`` tokens over
             those of the compressed cache. Give one of the two; default a ratio of 16.
-        calibration: what :func:`dofla.calibrate` measured of the model, or the file it was saved to; or ``base``, the
+        calibration: in the place of windows, what :func:`dofla.calibrate` measured of the model, or the file it was
+            saved to; or ``base``, the
             one that was made before of a model with the same shapes, whatever its weights: for fine-tuned models.
         context: the context length, in tokens, that the cache is for: windows are read at positions spread over it, and
             no KV head of constant size gets slots for more tokens. Default all positions of the model; windows are
@@ -98,6 +99,8 @@ def compress(
             one of them where nothing is evicted; heads whose size is no multiple of 8; a calibration of another
             model; as :func:`dofla.calibrate`.
     """
+    if windows is not None and calibration is not None:
+        raise DoflaError("windows and calibration are both given: give one of them")
     target = Target.of(model, context, keep_softmax)
     total = target.size(size, ratio, evict)
     if prefill == "twice":
@@ -123,7 +126,7 @@ def compress(
         ranking, needed = tokenizer if by_default or retrieval_heads else None, retrieval_heads not in (0, AUTO)
         calibration = measure(model, target, windows, budgets, ranking, batch_size, progress, needed)
         if by_default and context is None and not keep_softmax:
-            logger.info("the calibration is kept in %s", keep(calibration))
+            keep(calibration, cache_folder())
     else:
         calibration.check(target)
     if head_budgets == "even":

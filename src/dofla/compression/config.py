@@ -70,7 +70,7 @@ class CacheConfig(QuantizationConfigMixin):
     def compress(self, model: PreTrainedModel) -> PreTrainedModel:
         """Compress an open model, in place."""
         windows, tokenizer = None, self.tokenizer
-        if self.data is not None and self.calibration is None:
+        if self.data is not None:
             tokenizer = tokenizer or tokenizer_of(model)
             assert tokenizer is not None
             windows = token_windows(self.data, tokenizer, model=model, **default_cut(positions_of(model), self.context))

@@ -77,7 +77,7 @@ def divide(sizes: Mapping[str, float], costs: Mapping[str, Sequence[float]]) -> 
 
     They go from :data:`LEAST` to :data:`MOST` in steps of a :data:`RUNG`. The cost of eviction in a head is taken to be
     inversely proportional to its bytes n, so that the next byte is worth cost / n²: sizes go by the square root of the
-    measured cost (:mod:`dofla.compression.eviction_cost`), as nearly as the steps allow. ``sizes`` are bytes of a KV
+    measured cost (:mod:`dofla.compression.eviction_error`), as nearly as the steps allow. ``sizes`` are bytes of a KV
     head of each layer in an even split."""
     choices = {
         (name, head): lower_hull([_Choice(share, share * sizes[name], cost / share) for share in _STEPS])

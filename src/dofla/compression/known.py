@@ -44,19 +44,17 @@ def known(target: Target, *, base: bool = False) -> Calibration | None:
     return None
 
 
-def keep(calibration: Calibration, folder: Path | None = None) -> Path:
-    """The file that a calibration is kept in from now on, in this user's folder or another."""
+def keep(calibration: Calibration, folder: Path) -> None:
+    """Keep a calibration as a file in a folder, unless nothing can be written there."""
     name = re.sub("[^A-Za-z0-9.]+", "-", Path(calibration.model).name) or "model"
-    path = (folder or cache_folder()) / f"{calibration.fingerprint}-{name}.safetensors"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    calibration.save(path)
-    return path
-
-
-def keep_if_possible(calibration: Calibration, folder: Path) -> None:
-    """:func:`keep`, unless nothing can be written there."""
-    with suppress(DoflaError, OSError):
-        keep(calibration, folder)
+    path = folder / f"{calibration.fingerprint}-{name}.safetensors"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        calibration.save(path)
+    except (DoflaError, OSError) as error:
+        logger.info("the calibration is not kept: %s", error)
+    else:
+        logger.info("the calibration is kept in %s", path)
 
 
 def cache_folder() -> Path:
@@ -98,5 +96,7 @@ def _places(target: Target) -> Iterator[tuple[str, list[Path]]]:
     yield "among those that come with dofla", sorted(SHIPPED.glob(pattern))
     if "/" in target.name and not Path(hub).is_dir() and not Path(target.name).exists():  # it came from the hub
         quietly = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
-        path = cached_file(hub, f"{target.name}.safetensors", **quietly, _raise_exceptions_for_gated_repo=False)
+        path = None
+        with suppress(OSError):  # there is no such repository, which transformers raises whatever it is told
+            path = cached_file(hub, f"{target.name}.safetensors", **quietly, _raise_exceptions_for_gated_repo=False)
         yield f"of {hub} on the hub", [Path(path)] if path else []

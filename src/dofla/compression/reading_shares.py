@@ -16,7 +16,7 @@ FRACTIONS = 1 / 4, 1 / 8, 1 / 16
 def reading_shares(attention: Mapping[str, Tensor]) -> dict[str, list[float]]:
     """The tokens of each KV head among those with the most attention [Hkv, n] over all heads, relative to the mean of
     all heads; by layer."""
-    ranked = torch.cat([*attention.values()]).cpu()
+    ranked = torch.cat([own.cpu() for own in attention.values()])
     total = torch.zeros(len(ranked))
     for part in FRACTIONS:
         kept = torch.zeros(ranked.numel())

@@ -9,12 +9,13 @@ from functools import cached_property
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from dofla.compression.size import size_or_ratio
 from dofla.errors import DoflaError, check_numbers
 from dofla.integration.positions import check_context, positions_of
 from dofla.integration.sites import AttentionSite, attention_sites, check_kept, check_left, refuse
+from dofla.integration.tokenizer import load_tokenizer
 
 _SAMPLED = 4
 """Numbers of a weight of each module that tell one model from another of the same shapes."""
@@ -97,8 +98,8 @@ class Target:
 def tokenizer_of(model: PreTrainedModel, needed: bool = True) -> PreTrainedTokenizerBase | None:
     """The tokenizer beside the weights of a model; if there is none, DoflaError where it is ``needed``."""
     try:
-        return AutoTokenizer.from_pretrained(model.name_or_path)
-    except (OSError, ValueError) as error:
+        return load_tokenizer(model.name_or_path or "")
+    except DoflaError as error:
         if not needed:
             return None
         raise DoflaError(

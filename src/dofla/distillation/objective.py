@@ -66,6 +66,7 @@ class Objective:
 
     def _divergence(self, ours: Tensor, theirs: Tensor, real: Tensor) -> Tensor:
         """KL summed over the positions [B, L - 1] that predict a real token."""
+        real = real.to(ours.device)
         ours, theirs = ours[:, :-1][real], theirs[:, :-1][real]
         total = ours.float().sum() * 0.0  # a graph, even if nothing is predicted
         # The logits of a slice are made again for its gradient, so that no more than one slice of them ever exists.

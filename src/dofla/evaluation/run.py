@@ -176,7 +176,7 @@ def evaluate(
     handle = Converted.of(model)
     plan = handle.plan
     text = windows if isinstance(windows, TokenWindows) else None
-    some = windows if text is None else text.take(fidelity_windows)
+    some = windows.take(fidelity_windows)
     first, then = (len(batches(x, batch_size)) for x in (windows, some))
 
     def after(before: int) -> Callable[[int, int], None] | None:

@@ -72,7 +72,8 @@ def save_adapter(model: PreTrainedModel, folder: str | Path) -> Path:
     replaced = (folder / ADAPTER).exists()
     with new_folder(folder, replaced) as out:
         if replaced:
-            shutil.copytree(folder, out, dirs_exist_ok=True, ignore=shutil.ignore_patterns(*_FILES))
+            own = lambda place, names: _FILES if Path(place) == folder else ()  # noqa: E731
+            shutil.copytree(folder, out, dirs_exist_ok=True, ignore=own)
         write_adapter(model, out)
     warn_of_local_base(model, folder)
     return folder

@@ -53,7 +53,7 @@ def by_hand(path: Path) -> bool:
         *lines, last = path.read_text(encoding="utf-8").splitlines(keepends=True)
     except FileNotFoundError:
         return False
-    except (UnicodeDecodeError, ValueError):
+    except ValueError:
         return True
     return last != _MARK.format(_digest("".join(lines)))
 
@@ -107,7 +107,7 @@ def model_card(plan: Plan, record: Record, *, adapter: bool, name: str, tags: Se
         state=size(state),
         cache=size(plan.softmax_bytes(_CONTEXT, dtype)),
         grows=len(plan.converted) < len(plan.layers) or plan.growing,
-        evicts=any(not size.grows for layer in plan.compressed for size in layer.sizes),
+        evicts=plan.evicts,
         factor=factor(plan.softmax_bytes(_CONTEXT, dtype), state),
         plan=list(_plan_lines(plan)),
         context=plan.context,

@@ -65,7 +65,7 @@ def token_windows(
             which is called with (done, total) after each token of a batch.
 
     Returns:
-        At most ``windows`` windows, input_ids [N, length]; padded ones with a mask and their texts.
+        At most ``windows`` windows, input_ids [N, length]; padded ones with a mask.
 
     Raises:
         DoflaError: bad arguments; a bad source, or one with too little text for one window.

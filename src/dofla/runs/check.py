@@ -201,8 +201,8 @@ def check(
         check_kept(sites, keep_softmax)
         found.layers = [_layer(site, keep_softmax) for site in sites.values()]
         try:
-            first = target.size(asked[0], ratio)
-            compressed_plan(target, first)
+            for given in asked:
+                compressed_plan(target, target.size(given, ratio))
         except DoflaError as error:
             found.reason = str(error)
         if any(layer.becomes == COMPRESSED for layer in found.layers):
@@ -210,7 +210,7 @@ def check(
             target = replace(target, keep_softmax=kept)
             whole = [_bytes(n, sites, compressed_plan(target, None))[1] for n in LENGTHS]
             for given in asked:
-                with suppress(DoflaError):  # of a size without room for a token of each kind, which is the reason above
+                with suppress(DoflaError):  # of a size without room for a token of each kind: the reason above
                     plan = compressed_plan(target, target.size(given, ratio))
                     found.cache += [
                         CacheSize(n, *_bytes(n, sites, plan), no_eviction, plan.made_by["size"])

@@ -14,6 +14,7 @@ import dofla
 from dofla.errors import DoflaError
 from dofla.runs.recipe import read_yaml
 from dofla.storage.files import replacing, write_json
+from dofla.storage.rank import is_main_process
 
 _MACHINE = "run.json"
 
@@ -25,6 +26,8 @@ def claim(folder: str | Path, name: str, data: dict[str, Any]) -> None:
     if (folder / name).exists():
         if _essence(read_yaml(folder / name)) != _essence(data):
             raise DoflaError(f"{folder} exists already, with another recipe: choose another folder or remove it")
+        return
+    if not is_main_process():  # who writes it
         return
     folder.mkdir(parents=True, exist_ok=True)
     if any(path.name != _MACHINE and not path.name.startswith(".") for path in folder.iterdir()):

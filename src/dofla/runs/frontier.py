@@ -17,7 +17,7 @@ from dofla.compression.calibrate import measure
 from dofla.compression.compress import check_fit
 from dofla.compression.retrieval import AUTO
 from dofla.compression.size import parse_size
-from dofla.compression.target import Target
+from dofla.compression.target import Target, tokenizer_of
 from dofla.data import TokenWindows
 from dofla.display import Bar, Part, Result, factor, figure, size, table
 from dofla.errors import DoflaError, malformed
@@ -216,7 +216,7 @@ def frontier(
 
     Args:
         model: as for :func:`dofla.compress`; it is compressed in between, and restored.
-        windows: a dozen calibration windows.
+        windows: text to calibrate on, as for :func:`dofla.calibrate`.
         texts: by name of a text, windows of it that are not used for calibration, some of each length.
         sizes: to try, as for :func:`dofla.compress`; default five, each twice the one before (:data:`CACHED`).
         target: nats per token that loss increase and KL are to stay within, on all texts. Sizes are then tried from the
@@ -249,14 +249,15 @@ def frontier(
     per_token = sum(x.kv_heads * (x.head_dim + x.value_dim) for x in sites) * bfloat16.itemsize
     given = [n * per_token for n in CACHED] if sizes is None else [parse_size(x) for x in sizes]
     order = sorted(set(given))
-    check_fit(target_model, order[0], None, "measured", retrieval_heads, has_tokenizer=tokenizer is not None)
-    ranking, needed = tokenizer if retrieval_heads else None, retrieval_heads not in (0, AUTO)
-    calibration = measure(model, target_model, windows, "measured", ranking, batch_size, progress, needed)
-    wanted = {"context": context, "retrieval_heads": retrieval_heads or None}
-    made_from = {**calibration.made_by, **{name: number for name, number in wanted.items() if number is not None}}
-    sources = {text: own[0].source for text, own in texts.items()}
-    found = Frontier([], {}, target, describe(model), made_from, sources)
+    ranking = (tokenizer or tokenizer_of(model, needed=False)) if retrieval_heads else None
+    check_fit(target_model, order[0], None, "measured", retrieval_heads, has_tokenizer=ranking is not None)
     with new_folder(out) if out is not None else nullcontext() as folder:
+        needed = retrieval_heads not in (0, AUTO)
+        calibration = measure(model, target_model, windows, "measured", ranking, batch_size, progress, needed)
+        wanted = {"context": context, "retrieval_heads": retrieval_heads or None}
+        made_from = {**calibration.made_by, **{name: number for name, number in wanted.items() if number is not None}}
+        sources = {text: own[0].source for text, own in texts.items()}
+        found = Frontier([], {}, target, describe(model), made_from, sources)
         tried = 0
         while (size := _next(found, order)) is not None:
             converted = calibration.compress(model, target_model, size, retrieval_heads)

@@ -8,17 +8,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoProcessor, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
+from transformers import AutoProcessor, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
 from dofla.data import TokenWindows, read_documents
 from dofla.errors import DoflaError, check_choice, first_line
 from dofla.integration.checkpoint import load, load_model
 from dofla.integration.contents import check_original
 from dofla.integration.int8_weights import load_in_int8
-from dofla.integration.packages import packaged_path
+from dofla.integration.packages import DEMO, packaged_path
 from dofla.integration.precision import half_is_slow
 from dofla.integration.reading import check_readable
 from dofla.integration.self_samples import token_windows
+from dofla.integration.tokenizer import load_tokenizer
 from dofla.runs.demo.data import demo_windows
 from dofla.runs.recipe import DataSpec
 from dofla.runs.view import View
@@ -26,7 +27,6 @@ from dofla.runs.view import View
 logger = logging.getLogger(__name__)
 INT8 = "int8"
 """The ``dtype`` of a model whose weights are in int8."""
-_TOKENIZERS = ("*token*", "vocab*", "*.model", "*.spm", "merges*")  # names of files
 
 
 def windows_of(
@@ -41,6 +41,8 @@ def windows_of(
     takes long, the ``view`` shows it. DoflaError for a bad source, too little text in it, or text that the
     model cannot read."""
     if spec.source == "demo":
+        if tokenizer.get_vocab() != load_tokenizer(packaged_path(DEMO)).get_vocab():
+            raise DoflaError("data is demo: the tokens of another tokenizer, so take it for the model demo alone")
         return demo_windows(spec.windows, spec.length, split=spec.split)
     cut = {name: value for name, value in vars(spec).items() if name != "source"}
     with view.progress("sample text") if view and spec.source == "self" else nullcontext(False) as bar:
@@ -136,22 +138,6 @@ def device_of(name: str | None) -> torch.device:
     if name not in names:
         raise DoflaError(f"device {name!r} is not available: choose {', '.join(names)} or auto")
     return torch.device(name)
-
-
-def load_tokenizer(*places: str | Path) -> PreTrainedTokenizerBase:
-    """The tokenizer from the first of the folders or hub names that has one."""
-    for place in places:
-        if Path(place).is_dir() and not any(any(Path(place).glob(pattern)) for pattern in _TOKENIZERS):
-            reason = "the folder holds none: copy that of its base model there"  # transformers makes up an empty one
-            continue
-        try:
-            # Said outright, for otherwise transformers asks on the terminal whether to run a repository's code.
-            tokenizer = AutoTokenizer.from_pretrained(place, trust_remote_code=False)
-            tokenizer("a")  # some damage shows in use only
-            return tokenizer
-        except Exception as error:  # a damaged file fails in any way
-            reason = first_line(error)
-    raise DoflaError(f"no tokenizer in {' or '.join(map(str, places))}: {reason}")
 
 
 def reader_of(

@@ -10,7 +10,7 @@ from typing import Any, Self
 
 import yaml
 
-from dofla.errors import DoflaError
+from dofla.errors import DoflaError, about, check_numbers
 from dofla.profiles.tolerance import DEFAULT_LAMBDA
 from dofla.runs import DEMO, RECIPES
 from dofla.storage.fields import build
@@ -186,6 +186,11 @@ class Recipe:
             raise DoflaError(f"{where}: 'seeds' is empty: give at least one")
         if min(recipe.seeds) < 0:
             raise DoflaError(f"{where}: 'seeds' has {min(recipe.seeds)}: give 0 or more")
+        numbers = {name: value for name, value in vars(recipe.evaluate).items() if name != "prompts"}
+        with about(f"{where}: 'evaluate'"):
+            check_numbers(**numbers)
+            if isinstance(prompts := recipe.evaluate.prompts, int) and prompts < 0:
+                raise DoflaError(f"prompts is {prompts}: give texts, how many, or 0 for none")
         return recipe
 
     def to_dict(self) -> dict[str, Any]:
@@ -196,7 +201,7 @@ class Recipe:
 @dataclass
 class Compression(Recipe):
     """A compressed cache, by :func:`dofla.calibrate` and :func:`dofla.compress`, whose options these are. Calibration
-    takes the first dozen windows of ``data``. If ``end_to_end.steps`` are given, the model is trained with its cache.
+    takes the first 6,144 tokens of ``data``. If ``end_to_end.steps`` are given, the model is trained with its cache.
     """
 
     size: int | str | None = None

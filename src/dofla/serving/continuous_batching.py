@@ -63,6 +63,7 @@ class ContinuousBatching:
             self.model = view(self.model, _modules={**own._modules, **body})
         self.rows, self._open = 0, True
         self._caches: list[DynamicCache] = []  # of the calls whose tokens were read last, together
+        self._joined: DynamicCache | None = None
         self._lock = threading.Lock()
         self._writing = 0  # calls that may ask for a token
         self._asked: list[_Step] = []  # tokens that are asked for
@@ -129,7 +130,7 @@ class ContinuousBatching:
             try:
                 answers = self._read_together(own)
             except BaseException as error:  # whatever it is, those that wait must hear of it
-                self._caches = []
+                self._caches, self._joined = [], None
                 for step in own:
                     step.answer.set_exception(error)
             else:
@@ -164,11 +165,12 @@ class ContinuousBatching:
 
     def _settle(self) -> None:
         """Each call has its own state again: a copy, so that none keeps those of all."""
-        for n, cache in enumerate(self._caches if len(self._caches) > 1 else ()):
-            for layer, entry, joined in zip(self._layers, _states(cache), _states(self._joined), strict=True):
-                states = [state.map(lambda t, n=n: t[n : n + 1].clone()) for state in joined.states or ()]  # type: ignore[misc]
-                entry.states = layer.resized(states, int(entry.tokens))
-        self._caches = []
+        if self._joined is not None and len(self._caches) > 1:
+            for n, cache in enumerate(self._caches):
+                for layer, entry, joined in zip(self._layers, _states(cache), _states(self._joined), strict=True):
+                    states = [state.map(lambda t, n=n: t[n : n + 1].clone()) for state in joined.states or ()]  # type: ignore[misc]
+                    entry.states = layer.resized(states, int(entry.tokens))
+        self._caches, self._joined = [], None
 
 
 @dataclass(frozen=True)

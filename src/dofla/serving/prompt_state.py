@@ -44,21 +44,24 @@ def save_state(cache: Cache, input_ids: Tensor, path: str | Path, model: PreTrai
     """Write what ``model`` remembers of a prompt, and the prompt's tokens [B, L], as one safetensors file.
 
     Raises:
-        DoflaError: if a layer of the cache holds keys and values (a layer kept softmax), or the cache is empty.
+        DoflaError: as :func:`check_saved`; an empty cache.
     """
     if not cache.layers:
         raise DoflaError("the cache is empty: read the prompt with read_prompt")
+    _check_states(cache)
     tensors: dict[str, Tensor] = {"input_ids": input_ids}
     layers = _layers(model)
     for index, entry in enumerate(cache.layers):
-        if not isinstance(entry, StateLayer) or entry.states is None:
-            raise DoflaError(
-                f"layer {index} is softmax, and its keys and values are not saved: compress or linearize all layers "
-                "(no keep_softmax)"
-            )
+        assert isinstance(entry, StateLayer)
         for group, state in enumerate(layers[index].resized(entry.states, input_ids.shape[1])):
             tensors |= tensors_of(state, f"{index}.{group}")
     write_tensors(path, tensors, _form(model, layers))
+
+
+def check_saved(model: PreTrainedModel) -> None:
+    """DoflaError if a layer of the model's cache holds keys and values, which no file takes: a layer that was kept
+    softmax, with a sliding window, or recurrent. Reads a token."""
+    _check_states(read_prompt(model, torch.zeros(1, 1, dtype=torch.int64)))
 
 
 def load_state(path: str | Path, model: PreTrainedModel) -> tuple[Tensor, Cache]:
@@ -90,6 +93,15 @@ def load_state(path: str | Path, model: PreTrainedModel) -> tuple[Tensor, Cache]
                 raise DoflaError(f"{path} is damaged ({error}): read the prompt again") from None
             entry.tokens = input_ids.shape[1]
     return input_ids, cache
+
+
+def _check_states(cache: Cache) -> None:
+    for index, entry in enumerate(cache.layers):
+        if not isinstance(entry, StateLayer) or entry.states is None:
+            raise DoflaError(
+                f"layer {index} is not compressed (kept softmax, with a sliding window, or recurrent), and what it "
+                "holds is not saved: a model all of whose layers are compressed or linearized can be"
+            )
 
 
 def _layers(model: PreTrainedModel) -> dict[Any, Any]:

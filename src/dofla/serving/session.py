@@ -16,15 +16,15 @@ from torch import Tensor, nn
 from transformers import Cache, DynamicCache, GenerationConfig, PreTrainedModel, StaticCache
 from transformers.generation import GenerationMode
 
-from dofla.errors import DoflaError, check_numbers
+from dofla.errors import DoflaError, about, check_numbers
 from dofla.integration.cache import CACHE_ARGUMENT
 from dofla.integration.converted import Converted
 from dofla.integration.positions import read_again, restart_index, text_positions
-from dofla.integration.reading import check_keeps_states
+from dofla.integration.reading import check_keeps_states, check_readable
 from dofla.serving.compiled_model import CompiledModel
 from dofla.serving.continuous_batching import ContinuousBatching
 from dofla.serving.models import usable_positions, writing
-from dofla.serving.prompt_state import load_state, read_prompt, save_state
+from dofla.serving.prompt_state import check_saved, load_state, read_prompt, save_state
 
 logger = logging.getLogger(__name__)
 
@@ -107,7 +107,9 @@ class Session:
             self._open(self._folder)
 
     def reset(self) -> None:
-        """Forget all conversations."""
+        """Forget all conversations, and remove the files that they were written to."""
+        for path in getattr(self, "_files", {}).values():
+            _remove(path)
         # Of each text, the token at which its cache begins, and the cache. Calls that are not done go on with theirs.
         self._known: OrderedDict[tuple[int, ...], tuple[int, Cache]] = OrderedDict()
         self._files: OrderedDict[tuple[int, ...], Path] = OrderedDict()  # by the text whose states they hold
@@ -126,7 +128,8 @@ class Session:
                 tokens that the model does not know.
         """
         config, options = _settings(self.model, input_ids, attention_mask, options)
-        known, length, asked = self._known, input_ids.shape[1], config.max_new_tokens
+        check_readable(self.model, input_ids.reshape(-1, 1), "the text")  # without its number of positions
+        known, files, length, asked = self._known, self._files, input_ids.shape[1], config.max_new_tokens
         if asked is None:
             asked = _WRITTEN if config.max_length is None else config.max_length - length
         begun, cache = self._before(known, input_ids, min(asked, self._positions // _ANSWER))
@@ -142,7 +145,7 @@ class Session:
         text = torch.cat([input_ids[:, :begun].to(written.device), written], dim=1)
         self._remember(known, text[:, :-1], begun, cache)  # the last token was written, and never read
         if self._folder is not None and not begun:
-            self._write(self._folder, input_ids, text[:, :-1], cache)
+            self._write(files, self._folder, input_ids, text[:, :-1], cache)
         if isinstance(result, Tensor):
             return text
         result.sequences = text
@@ -172,8 +175,10 @@ class Session:
 
     def _open(self, folder: Path) -> None:
         """Read the latest conversations in the folder."""
-        if self._static or any(layer.beside_softmax for layer in Converted.of(self.model).layers.values()):
-            raise DoflaError(f"{folder} takes conversations of models that are compressed as a whole, and not compiled")
+        if self._static:
+            raise DoflaError(f"{folder} takes no conversations of a compiled model: leave one of the two out")
+        with about(folder):
+            check_saved(self.model)
         found = (path for path in folder.glob("*.safetensors") if path.is_file())
         for path in sorted(found, key=lambda path: path.stat().st_mtime)[-(self._most // _SNAPSHOTS) :]:
             try:
@@ -185,22 +190,20 @@ class Session:
                 self._remember(self._known, text, 0, cache)
                 self._files[tuple(text[0].tolist())] = path
 
-    def _write(self, folder: Path, prompt: Tensor, text: Tensor, cache: Cache) -> None:
+    def _write(self, files: OrderedDict, folder: Path, prompt: Tensor, text: Tensor, cache: Cache) -> None:
         """Write the states of a text over those of the text that it goes on from, if there is a file of these."""
         tokens, key = tuple(prompt[0].tolist()), tuple(text[0].tolist())
         with self._writing:
-            before = key if key in self._files else _prefix(self._files, tokens)
-            path = self._files.pop(before, None) or folder / f"{uuid4().hex}.safetensors"
-            self._files[key] = path
+            before = key if key in files else _prefix(files, tokens)
+            path = files.pop(before, None) or folder / f"{uuid4().hex}.safetensors"
+            files[key] = path
             try:
                 folder.mkdir(parents=True, exist_ok=True)
                 save_state(cache, text, path, self.model)
             except Exception as error:  # the answer is there
                 logger.error("%s: %s", path, error)
-            while len(self._files) > self._most // _SNAPSHOTS:
-                _, path = self._files.popitem(last=False)
-                if _OWN.fullmatch(path.stem):
-                    path.unlink(missing_ok=True)
+            while len(files) > self._most // _SNAPSHOTS:
+                _remove(files.popitem(last=False)[1])
 
     def _remember(self, known: OrderedDict, text: Tensor, begun: int, cache: Cache) -> None:
         key = tuple(text[0].tolist())
@@ -209,6 +212,12 @@ class Session:
             known.move_to_end(key)
             while len(known) > self._most:
                 known.popitem(last=False)
+
+
+def _remove(path: Path) -> None:
+    """Remove the file of a conversation, unless it has a name that was given elsewhere."""
+    if _OWN.fullmatch(path.stem):
+        path.unlink(missing_ok=True)
 
 
 def _prefix(texts: Iterable[tuple[int, ...]], tokens: tuple[int, ...]) -> tuple[int, ...]:

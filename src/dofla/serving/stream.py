@@ -44,7 +44,8 @@ class Stream:
         if positions is None:
             raise DoflaError(f"{type(model).__name__} does not say how many positions it has: give positions")
         if positions < 2 or positions > (known or positions):
-            raise DoflaError(f"positions: {positions}; give 2 to {known}, which the model has")
+            most = f"2 to {known}, which the model has" if known else "2 or more"
+            raise DoflaError(f"positions: {positions}; give {most}")
         overlap = read_again(positions) if overlap is None else overlap
         if not 0 < overlap < positions:
             raise DoflaError(f"overlap: {overlap}; give 1 to {positions - 1}, with {positions} positions")

@@ -2,11 +2,14 @@
 
 import pytest
 import torch
+from word_tokenizers import word_tokenizer
 
 import dofla
 from dofla.data.documents import SAMPLE
+from dofla.errors import DoflaError
 from dofla.runs.demo.data import demo_windows
-from dofla.runs.recipe import demo_recipes
+from dofla.runs.opening import windows_of
+from dofla.runs.recipe import DataSpec, demo_recipes
 
 
 def test_demo_is_model_tokenizer_and_text(tokenizer):
@@ -79,3 +82,10 @@ def test_shorter_windows_are_pieces_and_splits_differ():
 def test_windows_that_are_not_there_are_refused(options, words):
     with pytest.raises(dofla.DoflaError, match=words):
         demo_windows(**options)
+
+
+def test_all_windows_and_those_of_another_tokenizer(tiny):
+    whole = demo_windows(split="all").input_ids
+    assert torch.equal(whole, torch.cat([demo_windows().input_ids, demo_windows(split="validation").input_ids]))
+    with pytest.raises(DoflaError, match="data is demo: the tokens of another tokenizer"):
+        windows_of(DataSpec("demo"), tiny.llama(), word_tokenizer())
