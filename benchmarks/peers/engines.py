@@ -81,7 +81,7 @@ class Elsewhere:
     compiled = False
 
     def __init__(self, process: subprocess.Popen[str], kind: str, weights: int) -> None:
-        self._process, self._kind, self.weights = process, kind, weights
+        self.process, self._kind, self.weights = process, kind, weights
 
     def read(self, count: int) -> None:
         self._ask("read", count)
@@ -93,9 +93,9 @@ class Elsewhere:
         return self._ask("bytes")
 
     def _ask(self, what: str, number: int = 0) -> Any:
-        self._process.stdin.write(json.dumps([self._kind, what, number]) + "\n")
-        self._process.stdin.flush()
-        return reply(self._process)
+        self.process.stdin.write(json.dumps([self._kind, what, number]) + "\n")
+        self.process.stdin.flush()
+        return reply(self.process)
 
 
 def reply(process: subprocess.Popen[str]) -> Any:

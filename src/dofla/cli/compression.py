@@ -28,6 +28,7 @@ from dofla.cli.verb import No, current_view
 from dofla.errors import DoflaError
 
 _OF_CACHE = "context", "keep_softmax"
+"""Settings that the next command must have as well."""
 
 
 def check(

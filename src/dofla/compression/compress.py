@@ -64,8 +64,8 @@ def compress(
         ratio: the size, as a compression factor: bytes of the bfloat16 cache of these layers at ``context`` tokens over
             those of the compressed cache. Give one of the two; default a ratio of 16.
         calibration: in the place of windows, what :func:`dofla.calibrate` measured of the model, or the file it was
-            saved to; or ``base``, the
-            one that was made before of a model with the same shapes, whatever its weights: for fine-tuned models.
+            saved to; or ``base``, the one that was made before of a model with the same shapes, whatever its weights:
+            for fine-tuned models.
         context: the context length, in tokens, that the cache is for: windows are read at positions spread over it, and
             no KV head of constant size gets slots for more tokens. Default all positions of the model; windows are
             moved where positions are rotary. A shorter context is a little better within, and much worse beyond.

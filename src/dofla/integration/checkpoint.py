@@ -2,6 +2,7 @@
 
 import logging
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -72,11 +73,15 @@ def save_adapter(model: PreTrainedModel, folder: str | Path) -> Path:
     replaced = (folder / ADAPTER).exists()
     with new_folder(folder, replaced) as out:
         if replaced:
-            own = lambda place, names: _FILES if Path(place) == folder else ()  # noqa: E731
-            shutil.copytree(folder, out, dirs_exist_ok=True, ignore=own)
+            shutil.copytree(folder, out, dirs_exist_ok=True, ignore=partial(_own_files, folder))
         write_adapter(model, out)
     warn_of_local_base(model, folder)
     return folder
+
+
+def _own_files(folder: Path, place: str, _: list[str]) -> list[str]:
+    """The files of an adapter that stand in its folder, and not in one inside it."""
+    return _FILES if Path(place) == folder else []
 
 
 def write_adapter(model: PreTrainedModel, folder: Path) -> None:
