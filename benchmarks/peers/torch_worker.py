@@ -11,38 +11,24 @@ import sys
 
 import torch
 from engine_worker import answer
-from engines import SOFTMAX, bytes_of, pack_weights, token
+from engines import SOFTMAX, InTorch, pack_weights
 
 import dofla
-from dofla.integration.cache import cache_bytes
 from dofla.runs.opening import open_original
 
-
-class Torch:
-    """A model with its cache, as it is or under torch.compile."""
-
-    def __init__(self, name: str, cache: str, words: list[str]) -> None:
-        self.model = open_original(name, dtype="int8" if "int8" in words else "bfloat16")[0].eval()
-        if cache != SOFTMAX:
-            dofla.compress(self.model, **({"evict": False} if cache == "evict=False" else {"size": cache}))
-        self.kind, self.weights = " compiled" if "compiled" in words else "", bytes_of(self.model)
-
-    def read(self, count: int) -> None:
-        self._token, self._cache = token(self.model, self.kind, 1, count, 8)
-
-    def token(self, _: int) -> None:
-        self._token()
-
-    def bytes(self, _: int) -> int:
-        return cache_bytes(self._cache)
+NEW_TOKENS = 8
+"""Of each prompt, at most."""
 
 
 def main(name: str, threads: str, _: str, kind: str) -> None:
     torch.set_num_threads(int(threads))
     pack_weights()
+    cache, *words = kind.split(", ")
+    model, _ = open_original(name, dtype="int8" if "int8" in words else "bfloat16")
+    if cache != SOFTMAX:
+        dofla.compress(model, **({"evict": False} if cache == "evict=False" else {"size": cache}))
     with torch.inference_mode():
-        cache, *words = kind.split(", ")
-        answer({kind: Torch(name, cache, words)})
+        answer({kind: InTorch(model.eval(), "compiled" in words, NEW_TOKENS)})
 
 
 if __name__ == "__main__":

@@ -129,8 +129,8 @@ def compress(
     if out is None and adapter is None:
         raise DoflaError("nowhere to write: give --out FOLDER for a whole model, or --adapter FOLDER")
     if out is not None and adapter is not None:
-        inner, outer = out.resolve(), adapter.resolve()
-        if inner.is_relative_to(outer) or outer.is_relative_to(inner):
+        one, other = out.resolve(), adapter.resolve()
+        if one.is_relative_to(other) or other.is_relative_to(one):
             raise DoflaError(f"--out {out} and --adapter {adapter}: give two folders, neither of them inside the other")
     if calibration is not None and data is not None:
         raise DoflaError(f"--calibration {calibration} and --data {data} are both given: give one of them")

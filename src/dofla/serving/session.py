@@ -101,6 +101,7 @@ class Session:
         self._writer: Any = model
         self._most, self.read = _SNAPSHOTS * most, 0
         self._lock, self._writing = threading.Lock(), threading.Lock()  # of what is known, and of its files
+        self._files: OrderedDict[tuple[int, ...], Path] = OrderedDict()  # by the text whose states they hold
         self.reset()
         self._folder = None if folder is None else Path(folder)
         if self._folder is not None:
@@ -108,11 +109,11 @@ class Session:
 
     def reset(self) -> None:
         """Forget all conversations, and remove the files that they were written to."""
-        for path in getattr(self, "_files", {}).values():
+        for path in self._files.values():
             _remove(path)
         # Of each text, the token at which its cache begins, and the cache. Calls that are not done go on with theirs.
         self._known: OrderedDict[tuple[int, ...], tuple[int, Cache]] = OrderedDict()
-        self._files: OrderedDict[tuple[int, ...], Path] = OrderedDict()  # by the text whose states they hold
+        self._files = OrderedDict()
 
     def generate(self, input_ids: Tensor, attention_mask: Tensor | None = None, **options: Any) -> Any:
         """The result of ``model.generate`` for one text, without the cache, up to the order of sums in its prompt; and
@@ -128,7 +129,7 @@ class Session:
                 tokens that the model does not know.
         """
         config, options = _settings(self.model, input_ids, attention_mask, options)
-        check_readable(self.model, input_ids.reshape(-1, 1), "the text")  # without its number of positions
+        check_readable(self.model, input_ids[:, -1:], "the text")  # those before it are checked as they are read
         known, files, length, asked = self._known, self._files, input_ids.shape[1], config.max_new_tokens
         if asked is None:
             asked = _WRITTEN if config.max_length is None else config.max_length - length

@@ -46,8 +46,8 @@ Tensor output(const Tensor& query, const Tensor& value) {
 
 // query [B, H, L, d], key [B, Hkv, L, d], value [B, Hkv, L, dv], the states [B, bytes], which are updated. Returns the output
 // [B, H, L, dv]. A vector that holds NaN or infinity, which codes cannot keep, is kept as zeros, and the output is NaN: of
-// a query its own row, of a key or a value those of its head from its token to the end of the call. Without `attend` the output is undefined. For
-// torch.compile, shapes.py says shapes again.
+// a query its own row, of a key or a value those of its head from its token to the end of the call. Without `attend` the
+// output is undefined. For torch.compile, shapes.py says shapes again.
 Tensor read_compressed(const Tensor& query, const Tensor& key, const Tensor& value,
                            const std::optional<Tensor>& log_weight, const Tensor& state, const Tensors& smoothing,
                            const Tensors& keys, const Tensors& values, const Tensor& tables, double scaling, const Integers64& heads,

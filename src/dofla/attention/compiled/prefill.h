@@ -5,6 +5,9 @@
 
 namespace dofla::cache {
 
+// How many queries are done at once. In a short prompt they would see few of the columns of a large block.
+inline std::int64_t rows_at_once(std::int64_t length) { return std::min<std::int64_t>(length, length > 512 ? 64 : 32); }
+
 // A group's tokens once they are coded.
 struct Prompt {
   Lines lines;
@@ -12,7 +15,7 @@ struct Prompt {
   Evictions evictions;
 
   Prompt(const Group& group, bool attend)
-      : lines(group), sound(code(group, lines)), evictions(group, std::min(rows_at_once(group.length), group.length), attend) {}
+      : lines(group), sound(code(group, lines)), evictions(group, rows_at_once(group.length), attend) {}
 };
 
 // What threads do of prompts, which may be of different lengths. Of each KV head somebody has to let tokens enter its tier one

@@ -8,16 +8,13 @@
 
 namespace dofla::cache {
 
-// How many queries are done at once. In a short prompt they would see few of the columns of a large block.
-inline std::int64_t rows_at_once(std::int64_t length) { return length > 512 ? 64 : 32; }
-
 // One thread's scratch memory and what it does with a block of rows of a KV head. Scores and averages are products of `Real`.
 template <typename Real>
 class Reader {
  public:
   Reader(const Group& group, const Lines& lines, Evictions& evictions)
       : group_(group), evictions_(evictions), dim_(group.keys.dim), value_dim_(group.values.dim),
-        block_(std::min(rows_at_once(group.length), whole_lanes(group.length))), rows_(block_ * group.groups),
+        block_(whole_lanes(evictions.block)), rows_(block_ * group.groups),
         window_{group.window.count, whole_lanes(block_ + group.window.count - 1), lines.window, group.line},
         tier_{group.tier.count, whole_lanes(block_ + group.tier.count), lines.tier, lines.tier_weights, true},
         unsound_(rows_), queries_(rows_ * dim_), rotated_(rows_ * dim_), out_(rows_ * value_dim_), rotated_out_(rows_ * value_dim_),
