@@ -1,4 +1,5 @@
-"""Small matrix products: of floats, where torch has none, and of bfloat16; float64's, and nothing else is written."""
+"""Small matrix products: of floats where torch has none, and of what prompts multiply panel by panel; float64's, and
+nothing else is written."""
 
 import ctypes
 from pathlib import Path
@@ -21,19 +22,32 @@ extern "C" void matmul(Size rows, Size columns, Size inner, const float* a, Size
 }
 """
 
-HALF = """
+OPERANDS = """
 #include "operands.h"
 using Size = std::int64_t;
-extern "C" bool matmul(Size rows, Size columns, Size inner, const float* a, const float* b, bool transposed, float* c) {
-  if (!dofla::torch_multiplies<dofla::Half>()) return false;
-  dofla::Operands<dofla::Half> operands;
-  dofla::Unwritten<dofla::Half> scratch(rows * inner);
-  const auto* left = operands.left(a, rows, inner, inner, scratch);
-  const auto* right = transposed ? operands.across(b, columns, inner) : operands.along(b, inner, columns);
-  dofla::matmul(rows, columns, inner, left, inner, right, columns, c, columns, false);
+template <typename Real>
+void product(Size rows, Size columns, Size inner, const float* a, const float* b, bool transposed, float* c) {
+  dofla::Operands<Real> operands;
+  dofla::Unwritten<Real> scratch(rows * inner);
+  const Real* left = operands.left(a, rows, inner, inner, scratch);
+  if (transposed) {
+    dofla::times_across(rows, columns, inner, left, operands.across(b, columns, inner), c, columns);
+  } else {
+    dofla::times_along(rows, columns, inner, left, inner, operands.along(b, inner, columns), c, false);
+  }
   operands.release();
+}
+extern "C" bool floats(Size rows, Size columns, Size inner, const float* a, const float* b, bool transposed, float* c) {
+  product<float>(rows, columns, inner, a, b, transposed, c);
   return true;
 }
+#ifdef __AVX512BF16__
+extern "C" bool halves(Size rows, Size columns, Size inner, const float* a, const float* b, bool transposed, float* c) {
+  if (!dofla::torch_multiplies<dofla::Half>()) return false;
+  product<dofla::Half>(rows, columns, inner, a, b, transposed, c);
+  return true;
+}
+#endif
 """
 
 pytestmark = needs_compiler
@@ -75,23 +89,26 @@ def test_products_are_those_of_float64(matmul, rows, columns, inner, more, accum
 
 
 @pytest.fixture(scope="module")
-def matmul_half(tmp_path_factory):
+def operands(tmp_path_factory):
     torch_folder = Path(torch.__file__).parent
     flags = "-isystem", torch_folder / "include", "-L", torch_folder / "lib", "-Wl,--no-as-needed", "-ltorch_cpu"
-    return library_of(HALF, tmp_path_factory.mktemp("half"), *map(str, flags)).matmul
+    return library_of(OPERANDS, tmp_path_factory.mktemp("operands"), *map(str, flags))
 
 
-@pytest.mark.skipif("avx512_bf16" not in flags_of_processor(), reason="no products of bfloat16")
 @pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize(("rows", "columns", "inner"), [(16, 32, 64), (64, 112, 64), (192, 64, 128)])
-def test_products_of_bfloat16_are_those_of_float64(matmul_half, rows, columns, inner, transposed):
+@pytest.mark.parametrize(("rows", "columns", "inner"), [(16, 32, 64), (64, 112, 64), (192, 64, 336)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_products_by_panels_are_those_of_float64(operands, rows, columns, inner, transposed, dtype):
+    if dtype == torch.bfloat16 and "avx512_bf16" not in flags_of_processor():
+        pytest.skip("no products of bfloat16")
+    function = operands.floats if dtype == torch.float32 else operands.halves
     generator = torch.Generator().manual_seed(rows)
     a, b = torch.randn(rows, inner, generator=generator), torch.randn(inner, columns, generator=generator)
     given, c = b.T.contiguous() if transposed else b, torch.full((rows, columns), torch.nan)
     sizes = map(ctypes.c_int64, (rows, columns, inner))
-    if not matmul_half(*sizes, pointer(a), pointer(given), ctypes.c_bool(transposed), pointer(c)):
-        pytest.skip("torch has no products of bfloat16")
-    a, b = a.bfloat16().double(), b.bfloat16().double()
+    if not function(*sizes, pointer(a), pointer(given), ctypes.c_bool(transposed), pointer(c)):
+        pytest.skip(f"torch has no products of {dtype}")
+    a, b = a.to(dtype).double(), b.to(dtype).double()
     assert (c - a @ b).abs().max() <= sum_error(inner, float((a.abs() @ b.abs()).max()))
 
 

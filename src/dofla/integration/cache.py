@@ -17,6 +17,7 @@ from dofla.integration.instead import DOFLA, computed_instead
 from dofla.integration.rollback import LEAST, History
 
 logger = logging.getLogger(__name__)
+_NOTHING = torch.empty(0)
 
 CACHE_ARGUMENT = "cache" if "cache" in BaseModelOutputWithPast.__dataclass_fields__ else "past_key_values"
 """The name of the cache among the arguments and results of models, which transformers 5.24 changed."""
@@ -39,7 +40,7 @@ class StateLayer(CacheLayerMixin):
 
     def __init__(self, beside_softmax: bool, positions: int | None = None) -> None:
         super().__init__()
-        self.keys = self.values = torch.empty(0)  # Llama 3.2 Vision asks every entry how many there are
+        self.keys = self.values = _NOTHING  # Llama 3.2 Vision asks every entry how many there are
         self.states: Sequence[Tensors] | None = None
         self.beside_softmax, self.positions = beside_softmax, positions
         self.tokens, self.handed_over = 0, False

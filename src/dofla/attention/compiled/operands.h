@@ -7,6 +7,11 @@
 
 namespace dofla {
 
+// Columns (or terms) of one product. Torch compiles one for each size and each distance of rows, and keeps it: were they as
+// wide as what a block of queries sees, there would be hundreds, in pieces of memory that stand between large freed ones.
+constexpr std::int64_t kPanel = 64;
+constexpr std::int64_t whole_panels(std::int64_t n) { return (n + kPanel - 1) / kPanel * kPanel; }
+
 // Matrices as one thread's products take them, in scratch memory where they are not there so.
 template <typename Real>
 class Operands;
@@ -17,10 +22,12 @@ class Operands<float> {
   // On the left, rows [rows, columns] that stand `stride` apart, as they are.
   const float* left(const float* matrix, std::int64_t, std::int64_t, std::int64_t, Unwritten<float>&) const { return matrix; }
 
-  // On the right, rows [columns, dim] transposed; of whole vectors.
+  // On the right, rows [columns, dim] transposed, panel by panel; of whole vectors.
   const float* across(const float* rows, std::int64_t columns, std::int64_t dim) {
-    right_.resize(std::max<std::size_t>(right_.size(), columns * dim));
-    transpose(rows, dim, columns, dim, right_.data(), columns);
+    right_.resize(std::max<std::size_t>(right_.size(), whole_panels(columns) * dim));
+    for (std::int64_t first = 0; first < columns; first += kPanel) {
+      transpose(rows + first * dim, dim, std::min(kPanel, columns - first), dim, &right_[first * dim], kPanel);
+    }
     return right_.data();
   }
 
@@ -53,10 +60,13 @@ class Operands<Half> {
 
   const Half* across(const float* rows, std::int64_t columns, std::int64_t dim) {
     rounded_.resize(std::max<std::size_t>(rounded_.size(), columns * dim));
-    right_.resize(std::max<std::size_t>(right_.size(), columns * dim));
+    right_.resize(std::max<std::size_t>(right_.size(), whole_panels(columns) * dim));
     round_to(rounded_.data(), rows, columns * dim);
-    const auto* pairs = reinterpret_cast<const float*>(rounded_.data());
-    transpose(pairs, dim / 2, columns, dim / 2, reinterpret_cast<float*>(right_.data()), columns);
+    for (std::int64_t first = 0; first < columns; first += kPanel) {
+      const auto* pairs = reinterpret_cast<const float*>(&rounded_[first * dim]);
+      auto* to = reinterpret_cast<float*>(&right_[first * dim]);
+      transpose(pairs, dim / 2, std::min(kPanel, columns - first), dim / 2, to, kPanel);
+    }
     return right_.data();
   }
 
@@ -85,12 +95,32 @@ inline void matmul(std::int64_t rows, std::int64_t columns, std::int64_t inner, 
   at::native::cpublas::brgemm(rows, columns, inner, a_stride, b_stride, c_stride, accumulate, a, b, c, true);
 }
 
-// Whether they are worth it: in the tiles of AMX. Elsewhere a product of them takes as long as one of floats, and rounding comes
+// Whether halves are worth it: in the tiles of AMX. Elsewhere a product of them takes as long as one of floats, and rounding comes
 // on top: a prompt takes 1.04 times as long.
 inline bool multiplies_half() {
   static const bool found = __builtin_cpu_supports("amx-bf16") && torch_multiplies<Half>();
   return found;
 }
 #endif
+
+// c [rows, columns] = a [rows, dim] @ across(columns of dim).
+template <typename Real>
+void times_across(std::int64_t rows, std::int64_t columns, std::int64_t dim, const Real* a, const Real* across, float* c,
+                  std::int64_t c_stride) {
+  for (std::int64_t first = 0; first < columns; first += kPanel) {
+    const std::int64_t here = std::min(kPanel, columns - first);
+    matmul(rows, here, dim, a, dim, across + first * dim, kPanel, c + first, c_stride, false);
+  }
+}
+
+// c [rows, dim] = a [rows, inner] @ along(inner rows of dim) (+ c).
+template <typename Real>
+void times_along(std::int64_t rows, std::int64_t dim, std::int64_t inner, const Real* a, std::int64_t a_stride, const Real* along,
+                 float* c, bool accumulate) {
+  for (std::int64_t first = 0; first < inner; first += kPanel) {
+    const std::int64_t here = std::min(kPanel, inner - first);
+    matmul(rows, dim, here, a + first, a_stride, along + first * dim, dim, c, dim, accumulate || first);
+  }
+}
 
 }  // namespace dofla

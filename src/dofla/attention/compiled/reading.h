@@ -21,7 +21,7 @@ class Reader {
         beside_(rows_), back_(value_dim_ * whole_lanes(value_dim_)), rounded_(rows_ * dim_), rotated_rounded_(rows_ * dim_),
         until_(evictions.places + block_) {
     sink_columns_ = group.sinks ? whole_lanes(group.sinks->count) : 0;
-    stride_ = window_.most + tier_.most + sink_columns_;
+    stride_ = distance(window_.most + tier_.most + sink_columns_);
     vectors_ = Unwritten<float>(std::max({window_.most, tier_.most, sink_columns_}) * std::max(dim_, value_dim_));
     scores_ = Unwritten<float>(rows_ * stride_);
     weights_ = Unwritten<Real>(rows_ * stride_);
@@ -87,8 +87,7 @@ class Reader {
     std::int64_t hidden = 0, columns = 0, start = 0;
   };
 
-  // Columns of a block. All of the tier is passed over, or a multiple of `block_` tokens, as a product is compiled for each size
-  // it meets.
+  // Columns of a block: whole vectors. All of the tier is passed over, or some.
   void pass_over_hidden(std::int64_t n, std::int64_t h, std::int64_t first) {
     columns_ = 0;
     for (Band* band : {&window_, &tier_}) {
@@ -97,7 +96,7 @@ class Reader {
       std::int64_t hidden = 0;
       while (hidden < there && log_weights[place(*band, n, h, first, hidden)] <= kLogZero) ++hidden;
       const bool none = band->coded && hidden == there;
-      band->hidden = none ? band->most : std::min(hidden, there - 1) / block_ * block_;
+      band->hidden = none ? band->most : std::min(hidden, there - 1) / kLanes * kLanes;
       band->columns = band->most - band->hidden;
       band->start = columns_;
       columns_ += band->columns;
@@ -130,6 +129,10 @@ class Reader {
     }
     rotated_operand_ = operands_.left(rotated_.data(), rows_, dim_, dim_, rotated_rounded_);
   }
+
+  // Numbers from one row of scores to the next: one of few, and of no power of two, at which all rows would compete for the same
+  // places of a processor's cache.
+  static constexpr std::int64_t distance(std::int64_t columns) { return (columns + 511) / 512 * 512 + 16; }
 
   // How many tokens of a band's line a block sees, and the place there of one.
   std::int64_t there(const Band& band, std::int64_t first) const {
@@ -172,7 +175,7 @@ class Reader {
     const std::int64_t seen = there(band, first) - band.hidden;
     unpack(n, h, first, band, 0);
     const Real *queries = band.coded ? rotated_operand_ : query_operand_, *keys = operands_.across(vectors_.data(), band.columns, dim_);
-    matmul(rows_, band.columns, dim_, queries, dim_, keys, band.columns, &scores_[band.start], stride_, false);
+    times_across(rows_, band.columns, dim_, queries, keys, &scores_[band.start], stride_);
     const auto place = [&](std::int64_t t) { return this->place(band, n, h, first, band.hidden + t); };
     const float* log_weights = log_weights_of(band, n, h);
     for (std::int64_t t = 0; t < seen; ++t) column_weight_[band.start + t] = log_weights[place(t)];
@@ -217,7 +220,7 @@ class Reader {
     const Tokens& sinks = *group_.sinks;
     unpack_sinks(sinks, n, h, 0);
     const Real* keys = operands_.across(vectors_.data(), sink_columns_, dim_);
-    matmul(rows_, sink_columns_, dim_, query_operand_, dim_, keys, sink_columns_, &scores_[columns_], stride_, false);
+    times_across(rows_, sink_columns_, dim_, query_operand_, keys, &scores_[columns_], stride_);
     std::copy_n(sinks.log_weights(n), sinks.count, &column_weight_[columns_]);
     std::fill_n(&column_weight_[columns_ + sinks.count], sink_columns_ - sinks.count, kLogZero);
     for (std::int64_t place = 0; place < sinks.count; ++place) {
@@ -239,13 +242,13 @@ class Reader {
   void average(std::int64_t n, std::int64_t h, std::int64_t first, const Band& band, const Real* weights, std::vector<float>& to) {
     unpack(n, h, first, band, 2);
     const Real* values = operands_.along(vectors_.data(), band.columns, value_dim_);
-    matmul(rows_, value_dim_, band.columns, weights + band.start, stride_, values, value_dim_, to.data(), value_dim_, false);
+    times_along(rows_, value_dim_, band.columns, weights + band.start, stride_, values, to.data(), false);
   }
 
   void average_sinks(std::int64_t n, std::int64_t h, const Real* weights) {
     unpack_sinks(*group_.sinks, n, h, 2);
     const Real* values = operands_.along(vectors_.data(), sink_columns_, value_dim_);
-    matmul(rows_, value_dim_, sink_columns_, weights + columns_, stride_, values, value_dim_, out_.data(), value_dim_, true);
+    times_along(rows_, value_dim_, sink_columns_, weights + columns_, stride_, values, out_.data(), true);
   }
 
   void unrotate(std::int64_t h) {
