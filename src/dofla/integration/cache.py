@@ -17,7 +17,7 @@ from dofla.integration.instead import DOFLA, computed_instead
 from dofla.integration.rollback import LEAST, History
 
 logger = logging.getLogger(__name__)
-_NOTHING = torch.empty(0)
+_NOTHING = torch.empty(0, device="cpu")
 
 CACHE_ARGUMENT = "cache" if "cache" in BaseModelOutputWithPast.__dataclass_fields__ else "past_key_values"
 """The name of the cache among the arguments and results of models, which transformers 5.24 changed."""

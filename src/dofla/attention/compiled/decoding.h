@@ -27,7 +27,7 @@ class Decoder {
 
   // What the queries see of one of the parts; with the first, puts the token into the state, and says so: its scores are then
   // somebody else's.
-  void see(std::int64_t n, std::int64_t h, std::size_t part, std::vector<Seen>& parts, std::atomic<bool>& entered) {
+  void see(std::int64_t n, std::int64_t h, std::size_t part, std::vector<Seen>& parts, std::atomic<std::int64_t>& entered) {
     const Group& group = group_;
     const std::int64_t dim = group.keys.dim, first = group.heads[h] * group.groups;
     const std::int64_t end = group.tier.count - (part ? part - 1 : parts.size() - 1) * kPart;
@@ -35,7 +35,7 @@ class Decoder {
     if (!part) seen.finite = code(n, h);
     for (std::int64_t g = 0; g < group.groups; ++g) unsound_[g] = !group.query.read(n, first + g, 0, &queries_[g * dim]);
     begin_ = part ? end - kPart : free_places(group.tier.scores(n, h), end);
-    if (!part) entered.store(true, std::memory_order_release);
+    if (!part) entered.fetch_add(1, std::memory_order_release);
     count_ = end - begin_;
     near_.assign(!part, &group.window);
     if (!part && group.sinks) near_.push_back(&*group.sinks);
@@ -208,7 +208,7 @@ inline void decode(const std::vector<Job>& jobs) {
   double scores = 0;
   std::vector<std::vector<Seen>> seen(units.size());
   std::vector<std::atomic<std::size_t>> left(units.size());  // parts that are not done
-  std::vector<std::atomic<bool>> entered(units.size());
+  std::vector<std::atomic<std::int64_t>> entered(units.size());
   std::vector<std::pair<std::size_t, std::size_t>> parts;
   std::vector<std::size_t> scored;  // units whose tiers' scores change
   for (std::size_t unit = 0; unit < units.size(); ++unit) {

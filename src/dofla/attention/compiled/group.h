@@ -172,14 +172,14 @@ inline std::vector<Unit> units_of(const std::vector<Job>& jobs) {
   return units;
 }
 
-// Says that a KV head is done, whatever happens: others wait for it.
+// Says that a part of a KV head's work is done, whatever happens: others wait for it.
 struct Done {
-  std::atomic<bool>& flag;
-  ~Done() { flag.store(true, std::memory_order_release); }
+  std::atomic<std::int64_t>& count;
+  ~Done() { count.fetch_add(1, std::memory_order_release); }
 };
 
-inline void wait_for(const std::atomic<bool>& flag) {
-  while (!flag.load(std::memory_order_acquire)) std::this_thread::yield();
+inline void wait_for(const std::atomic<std::int64_t>& count, std::int64_t all = 1) {
+  while (count.load(std::memory_order_acquire) < all) std::this_thread::yield();
 }
 
 // A thread's scratch memory for the group that it works on.
