@@ -29,10 +29,8 @@ struct Packing {
   std::vector<std::int16_t> integers;
   coding::Together together;
 
-  explicit Packing(const Group& group) : Packing(std::max(group.keys.dim, group.values.dim)) {}
-
- private:
-  explicit Packing(std::int64_t wide) : vector(wide), integers(wide), together(wide) {}
+  explicit Packing(const Group& group)
+      : vector(std::max(group.keys.dim, group.values.dim)), integers(vector.size()), together(vector.size()) {}
 };
 
 // What window and tier held before, followed by the tokens that came in. All pieces of a KV head's tokens are packed, then all

@@ -10,7 +10,6 @@ namespace dofla {
 // Columns (or terms) of one product. Torch compiles one for each size and each distance of rows, and keeps it: were they as
 // wide as what a block of queries sees, there would be hundreds, in pieces of memory that stand between large freed ones.
 constexpr std::int64_t kPanel = 64;
-constexpr std::int64_t whole_panels(std::int64_t n) { return (n + kPanel - 1) / kPanel * kPanel; }
 
 // Matrices as one thread's products take them, in scratch memory where they are not there so.
 template <typename Real>
@@ -24,7 +23,7 @@ class Operands<float> {
 
   // On the right, rows [columns, dim] transposed, panel by panel; of whole vectors.
   const float* across(const float* rows, std::int64_t columns, std::int64_t dim) {
-    right_.resize(std::max<std::size_t>(right_.size(), whole_panels(columns) * dim));
+    right_.resize(std::max<std::size_t>(right_.size(), whole_lanes(columns, kPanel / kLanes) * dim));
     for (std::int64_t first = 0; first < columns; first += kPanel) {
       transpose(rows + first * dim, dim, std::min(kPanel, columns - first), dim, &right_[first * dim], kPanel);
     }
@@ -60,7 +59,7 @@ class Operands<Half> {
 
   const Half* across(const float* rows, std::int64_t columns, std::int64_t dim) {
     rounded_.resize(std::max<std::size_t>(rounded_.size(), columns * dim));
-    right_.resize(std::max<std::size_t>(right_.size(), whole_panels(columns) * dim));
+    right_.resize(std::max<std::size_t>(right_.size(), whole_lanes(columns, kPanel / kLanes) * dim));
     round_to(rounded_.data(), rows, columns * dim);
     for (std::int64_t first = 0; first < columns; first += kPanel) {
       const auto* pairs = reinterpret_cast<const float*>(&rounded_[first * dim]);

@@ -132,7 +132,7 @@ class Reader {
 
   // Numbers from one row of scores to the next: one of few, and of no power of two, at which all rows would compete for the same
   // places of a processor's cache.
-  static constexpr std::int64_t distance(std::int64_t columns) { return (columns + 511) / 512 * 512 + 16; }
+  static std::int64_t distance(std::int64_t columns) { return whole_lanes(columns, 512 / kLanes) + 16; }
 
   // How many tokens of a band's line a block sees, and the place there of one.
   std::int64_t there(const Band& band, std::int64_t first) const {
