@@ -34,7 +34,7 @@ _GROUPED = {**_BASE, "num_key_value_heads": 2}
 _GPT = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": POSITIONS, "initializer_range": 0.2, **_ANY}
 _GPT |= dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0)
 _OPT = {**_ANY, **_SIZE, "ffn_dim": 48, "word_embed_proj_dim": 32, "max_position_embeddings": POSITIONS, "dropout": 0.0}
-_SLIDING = {"head_dim": 12, "sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"], **_GROUPED}
+_SLIDING = {"head_dim": 16, "sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"], **_GROUPED}
 _DECODER = {"model_type": "bert", "is_decoder": True, **_BASE}
 
 CAUSAL: dict[str, dict[str, Any]] = {

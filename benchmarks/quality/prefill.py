@@ -1,5 +1,5 @@
 """Loss increase of the tokens after a prompt, by how the prompt is read into the cache: token by token, twice, or
-exactly, in calls of several lengths.
+exactly, in calls of several lengths; and the time of the prompt over softmax attention's.
 
     python benchmarks/quality/prefill.py --model models/smollm2-135m --calibrate data/english-train.txt.gz \\
         --text data/english-val.txt.gz --text data/stories-val.txt.gz --text data/books-val.txt.gz
@@ -11,6 +11,8 @@ tokens after the prompt are read token by token in all rows, as decoding does.
 from __future__ import annotations
 
 from pathlib import Path
+from statistics import median
+from time import perf_counter
 from typing import Annotated
 
 import torch
@@ -53,34 +55,38 @@ def main(
     if calibrate and calibration is None:
         read = dofla.token_windows(calibrate, tokenizer, length=512, windows=12)
         known = dofla.calibrate(original, read, tokenizer=tokenizer)
-    right = {name: losses(original, rows, length) for name, rows in texts.items()}
-    shown = table("prefill", *texts, "mean", gap=2)
+    right, softmax = measured(original, texts, length)
+    shown = table("prefill", *texts, "mean", "time", gap=2)
     ways = [("sequential", length), *(("exact", n) for n in split or [512, 2048, 8192])]
     if not no_evict:
         ways.append(("twice", length))
     cache = {"evict": False} if no_evict else {"size": size, "retrieval_heads": 0}
     for way, tokens in ways:
         compressed = dofla.compress(original, calibration=known, tokenizer=tokenizer, prefill=way, **cache)
-        found = [losses(compressed, rows, tokens) - right[name] for name, rows in texts.items()]
-        means = [x.mean().item() for x in found]
-        shown.add_row(f"{way}, {tokens}", *(f"{x:.4f}" for x in means), f"{sum(means) / len(means):.4f}")
+        found, seconds = measured(compressed, texts, tokens)
+        means = [(losses - right[name]).mean().item() for name, losses in found.items()]
+        mean, time = sum(means) / len(means), f"{seconds / softmax:.2f} x"
+        shown.add_row(f"{way}, {tokens}", *(f"{x:.4f}" for x in means), f"{mean:.4f}", time)
         dofla.restore(compressed)
     Console(width=200).print(shown)
 
 
 @torch.inference_mode()
-def losses(model: PreTrainedModel, windows: Tensor, tokens: int) -> Tensor:
-    """The loss of each window's last tokens after its prompt, which is read so many tokens at a time."""
-    found = []
+def measured(model: PreTrainedModel, texts: dict[str, Tensor], tokens: int) -> tuple[dict[str, Tensor], float]:
+    """The loss of each window's last tokens after its prompt, which is read so many tokens at a time, by text; and the
+    seconds of a prompt, in the median."""
+    found, times = {name: torch.empty(len(windows)) for name, windows in texts.items()}, []
     with evaluation_mode(model):
-        for window in windows:
-            cache = DynamicCache(config=model.config)
-            for part in window[None, :-WRITTEN].split(tokens, 1):
-                model(part, use_cache=True, logits_to_keep=1, **{CACHE_ARGUMENT: cache})
-            with token_by_token():
-                logits = model(window[None, -WRITTEN:], use_cache=True, **{CACHE_ARGUMENT: cache}).logits[0, :-1]
-            found.append(cross_entropy(logits.float(), window[1 - WRITTEN :]))
-    return torch.stack(found)
+        for name, windows in texts.items():
+            for n, window in enumerate(windows):
+                begun, cache = perf_counter(), DynamicCache(config=model.config)
+                for part in window[None, :-WRITTEN].split(tokens, 1):
+                    model(part, use_cache=True, logits_to_keep=1, **{CACHE_ARGUMENT: cache})
+                times.append(perf_counter() - begun)
+                with token_by_token():
+                    logits = model(window[None, -WRITTEN:], use_cache=True, **{CACHE_ARGUMENT: cache}).logits[0, :-1]
+                found[name][n] = cross_entropy(logits.float(), window[1 - WRITTEN :])
+    return found, median(times)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from tiny_families import teacher
+from sizes import compress
+from tiny_families import padded, teacher, tokens
 from transformers import DynamicCache
 
 import dofla
@@ -103,28 +104,38 @@ def test_decoding_goes_on_after_an_exact_prefill(tiny, windows, prefill):
     assert torch.equal(together[1:], alone)
 
 
-def attention_again(model, ids):
-    """The squares of the most attention that a query of a second time pays to each token, by layer [Hkv, n]."""
-    calls, names = [], [f"model.layers.{n}.self_attn" for n in range(len(model.model.layers))]
-    with torch.no_grad(), recording(model, names, calls.append):
-        run_body(model, {"input_ids": ids.repeat(1, 2)})
-    weights = [call.log_weights().exp()[0, :, ids.shape[1] :, : ids.shape[1]] for call in calls]
-    return [
-        x.unflatten(0, (call.key.shape[1], -1)).amax((1, 2)).square() for x, call in zip(weights, calls, strict=True)
-    ]
+def attention_again(model, ids, pieces):
+    """The sum of the squared attention weights that queries of a second time give each token, by layer [Hkv, n]. A
+    piece is where it begins, how many of its tokens do not count, and its end."""
+    names, total = [f"model.layers.{n}.self_attn" for n in range(len(model.model.layers))], 0
+    for first, skipped, end in pieces:
+        calls, length = [], ids.shape[1]
+        with torch.no_grad(), recording(model, names, calls.append):
+            run_body(model, {"input_ids": torch.cat([ids, ids[:, first:end]], 1)})
+        weights = [call.log_weights().exp()[0, :, length + skipped :, :length].square() for call in calls]
+        heads = calls[0].key.shape[1]
+        total += torch.stack([x.unflatten(0, (heads, -1)).sum((1, 2)) for x in weights])
+    return total
 
 
-def test_a_prompt_is_important_by_its_second_reading(tiny, windows, seen):
+def test_a_prompt_is_important_by_its_second_reading(tiny, windows, seen, monkeypatch):
     """Of padded rows too, wherever the padding stands; what follows, and single tokens, are read once."""
+    monkeypatch.setattr("dofla.integration.second_reading.PIECE", 90)
+    monkeypatch.setattr("dofla.integration.second_reading.BEFORE", 8)
     model, ids = compressed(tiny, windows, "twice"), windows[:2]
     mask, cache = torch.ones_like(ids), DynamicCache(config=model.config)
     mask[0, :30], mask[1, -20:] = 0, 0
-    exact = read(compressed(tiny, windows, "exact"), ids, attention_mask=mask).logits
+    places = {"attention_mask": mask, "position_ids": (mask.cumsum(1) - 1).clamp_min(0)}
+    exact = read(compressed(tiny, windows, "exact"), ids, **places).logits
     seen.clear()
-    assert torch.equal(read(model, ids, cache, attention_mask=mask).logits[0, 30:], exact[0, 30:])
+    torch.testing.assert_close(read(model, ids, cache, **places).logits[0, 30:], exact[0, 30:], rtol=0, atol=1e-4)
     layers = len(seen)
-    for row, own in enumerate((slice(30, None), slice(-20))):
-        for found, wanted in zip(seen, attention_again(model, ids[row : row + 1, own]), strict=True):
+    assert layers == len(model.model.layers)
+    for row, own, pieces in (
+        (0, slice(30, None), [(0, 0, 90), (82, 8, 170)]),
+        (1, slice(-20), [(0, 0, 90), (82, 8, 180)]),
+    ):
+        for found, wanted in zip(seen, attention_again(model, ids[row : row + 1, own], pieces), strict=True):
             before = found.shape[2] - wanted.shape[1]
             assert not found[row, :, :before].any()  # padding, which layers get in front
             torch.testing.assert_close(found[row, :, before:], wanted, rtol=1e-4, atol=1e-6)
@@ -139,13 +150,29 @@ def test_a_second_reading_serves_beams_assistants_saved_prompts_and_sessions(tin
     wanted = model.generate(ids, **options)
     assert model.generate(ids, num_beams=2, **options).shape == wanted.shape
     assert torch.equal(model.generate(ids, cache_implementation="static", **options), wanted)
-    seen.clear()
-    assert model.generate(ids, prompt_lookup_num_tokens=3, **options).shape == wanted.shape
-    assert seen[0].shape[2] > LENGTH - 64
+    assert model.generate(ids, prompt_lookup_num_tokens=3, **options).shape == wanted.shape  # read once
     cache = read_prompt(model, ids[:, :-1], chunk=50)
     save_state(cache, ids[:, :-1], tmp_path / "prompt.safetensors", model)
     again = model.generate(ids, **{CACHE_ARGUMENT: load_state(tmp_path / "prompt.safetensors", model)[1]}, **options)
     assert torch.equal(Session(model).generate(ids, **options), again)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "opt", "gemma3"])
+def test_prompts_are_read_twice_with_learned_positions_and_beside_softmax_layers(family, monkeypatch):
+    """Padded rows as those rows alone, in several pieces."""
+    monkeypatch.setattr("dofla.integration.second_reading.PIECE", 40)
+    monkeypatch.setattr("dofla.integration.second_reading.BEFORE", 8)
+    alone, ids, mask = padded((100, 63), "left")
+    model, windows = teacher(family).double(), tokens(4, 96)
+    compress(model, windows, head_budgets="even", prefill="twice", keep_softmax=None)  # gemma3's local layer
+    options = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+    together = model.generate(ids, attention_mask=mask, **options)[:, ids.shape[1] :]
+    for row, own in zip(together, alone, strict=True):
+        assert torch.equal(row, model.generate(own, **options)[0, own.shape[1] :])
+    for given in ({}, {"return_dict": False}):  # with gradients too
+        cache = model(input_ids=ids, attention_mask=mask, use_cache=True, **given)[1]
+        assert type(cache) is DynamicCache
+        assert cache.get_seq_length() == 100
 
 
 def test_a_second_reading_leaves_other_threads_alone(tiny, windows):
@@ -166,7 +193,7 @@ def test_a_second_reading_leaves_other_threads_alone(tiny, windows):
 
 def test_a_prompt_without_room_for_a_second_time_is_read_once(tiny, windows, seen, caplog):
     model = compressed(tiny, windows, "twice")
-    model.config.max_position_embeddings = 2 * LENGTH - 1
+    model.config.max_position_embeddings = 2 * LENGTH + 31
     read(model, windows[:1])
     assert "a prompt of 200 tokens is read once" in caplog.text
     assert seen[-1] is None

@@ -26,8 +26,8 @@ class Call(NamedTuple):
         in_place: whether the state may be overwritten with the one after the call.
         room: tokens of a sequence that a state is to have room for, in heads that hold every one; None for what it has.
         smoothing: what keys and queries are to go through first, if anything.
-        importance: [B, Hkv, L], squares of attention weights that an exact call at the beginning of a sequence adds to
-            what tokens drew; None: nothing.
+        importance: [B, Hkv, L], sums of squared attention weights, by which an exact call retains tokens that begins a
+            sequence and has no queries (H is Hkv, theirs L is 0); None where the call's own queries decide.
     """
 
     query: Tensor

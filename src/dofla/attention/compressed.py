@@ -70,7 +70,7 @@ class CompressedHeads(HeadGroup[CompressedState]):
         if not call.causal:
             raise DoflaError("a compressed cache got a call that is not causal: keep the layer softmax (keep_softmax)")
         backend = backend_for(call.vectors, () if call.log_weight is None else (call.log_weight,))
-        if call.exact and call.query.shape[-2] > 1:
+        if call.exact and call.key.shape[-2] > 1:
             held = self._hold_all(call, backend) if state is None and not self.evicts else None
             return held or self._exact_prefill(call.smoothed(), state, backend)
         before = self._with_room(call, state)
@@ -111,7 +111,7 @@ class CompressedHeads(HeadGroup[CompressedState]):
 
     def _first_layout(self, call: Call) -> Layout:
         """The layout of the state that begins with a call."""
-        return self.layouts.with_room(call.query.shape[-2] if call.room is None else call.room)
+        return self.layouts.with_room(call.key.shape[-2] if call.room is None else call.room)
 
     def empty(self, call: Call) -> CompressedState:
         """The state before a call that begins a sequence."""

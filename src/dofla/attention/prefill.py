@@ -54,16 +54,18 @@ def exact_prefill(
     output [B, H, L, dv] in the dtype of the values, and what the caches hold after.
     """
     (query, key, value), outs, contents = call.vectors, [], list(held or ())
-    importance, grow = None if held else call.importance, all(tier.grows for tier in tiers)
-    most = MOST_TOKENS if importance is None and not grow else query.shape[2]
-    for start in range(0, query.shape[2], most):
+    importance, grow = call.importance, all(tier.grows for tier in tiers)
+    most = MOST_TOKENS if importance is None and not grow else key.shape[2]
+    for start in range(0, key.shape[2], most):
         part = slice(start, start + most)
         log_weight = None if call.log_weight is None else call.log_weight[:, part]
         padded = log_weight is not None and not bool((log_weight == 0).all())
         new = masked(key[:, :, part], value[:, :, part], log_weight if padded else None)
         past = _Held.of(tiers, contents, backend) if contents else None
         line = _line(past, new, padded)
-        if grow:
+        if importance is not None:
+            out, drawn = call.new_output(), None
+        elif grow:
             real = None if past is None and not padded else line.rank[:, 0] >= 0  # of all heads
             out, drawn = causal(query[:, :, part], *line.vectors, call.scaling, real), None
         else:
@@ -182,12 +184,12 @@ def _select(
     sizes = [tier.key.heads for tier in tiers]
     newest = _of_heads([tier.newest for tier in tiers], sizes, device)
     recency, queries = _by_position(tokens, new, device)
-    if drawn is None:
-        score, later = recency.expand(behind.shape), torch.zeros_like(behind, dtype=torch.float32)
-    else:
+    if drawn is not None:
         score, later = drawn.total + drawn.lately + recency, drawn.total / queries
-    if importance is not None:
-        score, later = score + importance, later + GAIN * importance
+    elif importance is not None:
+        score, later = importance + recency, GAIN * importance
+    else:
+        score, later = recency.expand(behind.shape), torch.zeros_like(behind, dtype=torch.float32)
     held = 0 if past is None else len(past.sinks) + past.score.shape[2]
     if past is not None and drawn is not None:
         before = slice(len(past.sinks), held)

@@ -18,7 +18,7 @@ from dofla.compression.head_budgets import divide, with_reading
 from dofla.compression.known import forget, interrupted, keep, unfinished
 from dofla.compression.memory import warn_of_memory, ways_out
 from dofla.compression.plan import bytes_for, even_bytes
-from dofla.compression.reading_shares import reading_shares
+from dofla.compression.reading_shares import SecondReading, reading_shares
 from dofla.compression.retrieval import needles_among, rank_heads
 from dofla.compression.target import Target, tokenizer_of
 from dofla.data import TokenWindows
@@ -29,7 +29,6 @@ from dofla.integration.offload import device_of
 from dofla.integration.placement import calibration_context, placed_over
 from dofla.integration.reading import windows_for
 from dofla.integration.recorder import AttentionCall, evaluation_mode, recording, run_body
-from dofla.integration.second_reading import SecondReading
 from dofla.integration.surgery import as_teacher, restore
 from dofla.integration.wrapped import takes_model
 from dofla.plans.plan import held_out_line, kept_way

@@ -45,7 +45,7 @@ class Calibration(Result):
         costs: by module and for each KV head, the error of eviction where all have the same size, as a part of the
             residual stream (:mod:`dofla.compression.eviction_error`); empty if not measured.
         reading: by module and for each KV head, how much of a text it attends to on a second reading
-            (:mod:`dofla.integration.second_reading`); empty if not measured.
+            (:mod:`dofla.compression.reading_shares`); empty if not measured.
         retrieval: all KV heads, those that needle retrieval depends on most first; empty if not ranked.
         attention: of each of them to needles (:func:`dofla.compression.retrieval.rank_heads`).
         model: its name.

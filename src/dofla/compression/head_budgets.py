@@ -16,7 +16,7 @@ LEAST, MOST = 1 / RUNG, 4 * RUNG
 """Bytes of a KV head over those of an even split, by the cost of eviction. With half of it, too many heads that seemed
 to need little missed it (``docs/research/cache.md``)."""
 READING = 0.3
-"""Part of all bytes that goes by a second reading of a text (:mod:`dofla.integration.second_reading`): with 0.3 facts
+"""Part of all bytes that goes by a second reading of a text (:mod:`dofla.compression.reading_shares`): with 0.3 facts
 are found and text loses no more, with 0.5 it does (``docs/research/cache.md``)."""
 LEAST_OF_ALL = (1 - READING) * LEAST
 """The least share of a head."""

@@ -15,7 +15,7 @@ from dofla.integration.cache import hand_over_cache, record_candidates
 from dofla.integration.instead import DOFLA
 from dofla.integration.offload import device_of
 from dofla.integration.positions import positions_of
-from dofla.integration.second_reading import check_reads_twice, read_again
+from dofla.integration.second_reading import check_reads_twice, read_first, read_second
 from dofla.layers import AttentionLayer, parts_of
 from dofla.plans.layers import MOST_TOKENS, LayerPlan
 from dofla.plans.plan import Plan
@@ -62,7 +62,7 @@ def attach(model: PreTrainedModel, plan: Plan) -> list[AttachedLayer]:
             raise DoflaError(f"the plan is for another model: {type(model).__name__} has no {layer.name!r}") from None
         _check_sizes(layer, modules[-1], positions)
     if plan.prefill == "twice":
-        check_reads_twice(model)
+        check_reads_twice(model, converted)
     for layer, module in zip(converted, modules, strict=True):
         own = module.dofla = AttachedLayer(layer, plan, positions)
         own.to(device_of(module))
@@ -72,8 +72,9 @@ def attach(model: PreTrainedModel, plan: Plan) -> list[AttachedLayer]:
     if attached:
         attached[0].hooks.append(model.register_forward_pre_hook(record_candidates, with_kwargs=True))
     if attached and plan.prefill == "twice":
-        again = partial(read_again, model)
-        attached[0].hooks.append(model.base_model.register_forward_pre_hook(again, with_kwargs=True))
+        body, (first, second) = model.base_model, (partial(read, model) for read in (read_first, read_second))
+        attached[0].hooks.append(body.register_forward_pre_hook(first, with_kwargs=True))
+        attached[0].hooks.append(body.register_forward_hook(second, with_kwargs=True))
     return attached
 
 

@@ -13,6 +13,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from dofla.attention import CompressedState
 from dofla.attention.state import Tensors
 from dofla.errors import DoflaError
+from dofla.integration.first_reading import FirstReading
 from dofla.integration.instead import DOFLA, computed_instead
 from dofla.integration.rollback import LEAST, History
 
@@ -45,7 +46,6 @@ class StateLayer(CacheLayerMixin):
         self.beside_softmax, self.positions = beside_softmax, positions
         self.tokens, self.handed_over = 0, False
         self.history: History | None = None  # where tokens are going to be taken back
-        self.importance: Tensor | None = None  # [B, Hkv, L] of the tokens of the first call
         self._differentiable: list[Tensor] | None = None  # keys, values and weights of all tokens
 
     @property
@@ -150,11 +150,6 @@ class StateLayer(CacheLayerMixin):
     def prefetch(self) -> None:
         """Nothing was moved away."""
 
-    def take_importance(self) -> Tensor | None:
-        """The importance of the tokens that are read now, if it is known."""
-        importance, self.importance = self.importance, None
-        return importance
-
     def differentiable(self, key: Tensor, value: Tensor, weight: Tensor | None) -> list[Tensor] | None:
         """Keys, values [B, Hkv, L, d] and weights [B, L] of all tokens read so far, those of this call last; None if
         some were read without gradients. What training holds: constant size is for reading without them."""
@@ -251,7 +246,9 @@ def hand_over_cache(module: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[t
     if module.config._attn_implementation != DOFLA or computed_instead(module.config):
         return None
     cache = cache_of(args, kwargs)
-    return None if cache is None else (args, {**kwargs, "dofla_entry": state_entry(cache, module)})
+    if cache is None:
+        return None
+    return args, {**kwargs, "dofla_entry": cache if isinstance(cache, FirstReading) else state_entry(cache, module)}
 
 
 def record_candidates(model: Any, args: tuple, kwargs: dict[str, Any]) -> None:

@@ -15,6 +15,7 @@ from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from dofla.errors import DoflaError
+from dofla.integration.first_reading import FirstReading
 from dofla.integration.instead import DOFLA, INSTEAD, RECORDING, computed_instead, computing, configs_of
 from dofla.integration.masks import full_mask, padding_mask, padding_of, plain_mask, visible
 from dofla.integration.padding import run_padded
@@ -40,14 +41,15 @@ def dofla_attention(
 ) -> tuple[Tensor, Tensor | None]:
     """Attention of converted modules by their layers, of all others by softmax.
 
-    ``dofla_entry`` is the entry of the cache that the layer reads and writes, or None. Dropout of attention weights has
+    ``dofla_entry`` is the entry of the cache that the layer reads and writes, or None; or the softmax cache of a prompt
+    that is read twice, which all modules attend to by softmax. Dropout of attention weights has
     no counterpart here, as no weight is ever formed, and is left out.
     """
     if name := computed_instead(module.config):
         run = ALL_ATTENTION_FUNCTIONS.get(name) or _eager_of(module)
         return run(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
     layer = module._modules.get("dofla")  # as an attribute of a module it takes ten times as long to find
-    if not isinstance(layer, AttentionLayer):
+    if not isinstance(layer, AttentionLayer) or isinstance(dofla_entry, FirstReading):
         return softmax_attention(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
     attention_mask = plain_mask(attention_mask, module)
     causal = is_causal(module, kwargs)
@@ -97,7 +99,7 @@ def _run(
     **options: Any,
 ) -> Tensor:
     """The layer's output; the states after go into the entry of the cache, if there is one."""
-    vectors = query, key, value, weight, None if entry is None else entry.take_importance()
+    vectors = query, key, value, weight
     if entry is None:
         return _read(layer, vectors, None, keeps_states=False, exact=exact, **options)[0]
     read: Read = partial(_read, layer, keeps_states=True, room=entry.room, **options)
@@ -117,22 +119,12 @@ def _read(
     **options: Any,
 ) -> tuple[Tensor, Any]:
     """The layer's output, and the states after."""
-    query, key, value, weight, importance = vectors
+    query, key, value, weight = vectors
     run = partial(layer, in_place=in_place, **options)
     if weight is None or not causal:
-        return run(query, key, value, weight=weight, states=states, causal=causal, importance=importance)
-    return run_padded(
-        run,
-        query,
-        key,
-        value,
-        weight,
-        states,
-        keeps_states=keeps_states,
-        in_place=in_place,
-        join=layer.joined,
-        importance=importance,
-    )
+        return run(query, key, value, weight=weight, states=states, causal=causal)
+    options = {"keeps_states": keeps_states, "in_place": in_place, "join": layer.joined}
+    return run_padded(run, query, key, value, weight, states, **options)
 
 
 _outside_the_graph = torch.compiler.disable(_run)

@@ -29,11 +29,9 @@ def run_padded(
     keeps_states: bool,
     in_place: bool,
     join: Join,
-    importance: Tensor | None = None,
 ) -> Answer:
     """A causal call of a layer, as :meth:`dofla.layers.AttentionLayer.forward` has them, with key weights [B, L], 0 for
-    padding, which may stand anywhere; ``run`` does it for padding in front, and may update states ``in_place``. A call
-    that begins sequences may have the importance of tokens [B, Hkv, L].
+    padding, which may stand anywhere; ``run`` does it for padding in front, and may update states ``in_place``.
 
     States of several sequences become one by ``join``. Where the states after the call are not kept, some padding is
     left where it is. Padded queries of the calls that are rearranged get zeros.
@@ -41,29 +39,20 @@ def run_padded(
     if not states:
         if query.shape[-2] == 1:
             return run(query, key, value, weight=weight, states=None)
-        return _beginning(run, query, key, value, weight, importance, keeps_states)
+        return _beginning(run, query, key, value, weight, keeps_states)
     if torch.compiler.is_compiling():
         return _one_token(run, query, key, value, weight, states, in_place)
     return _continued(run, query, key, value, weight, states, join)
 
 
-def _beginning(
-    run: Run,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    weight: Tensor,
-    importance: Tensor | None,
-    keeps_states: bool,
-) -> Answer:
+def _beginning(run: Run, query: Tensor, key: Tensor, value: Tensor, weight: Tensor, keeps_states: bool) -> Answer:
     """The call that begins sequences: padding is moved to the front. A compiled graph cannot ask where it is."""
     real = weight > 0
     if not torch.compiler.is_compiling() and not _disorder(real, keeps_states):
-        return run(query, key, value, weight=weight, states=None, importance=importance)
+        return run(query, key, value, weight=weight, states=None)
     order = real.int().argsort(dim=-1, stable=True)
     tokens = (x.take_along_dim(order[:, None, :, None], 2) for x in (query, key, value))
-    importance = None if importance is None else importance.take_along_dim(order[:, None], 2)
-    out, after = run(*tokens, weight=weight.gather(1, order), states=None, importance=importance)
+    out, after = run(*tokens, weight=weight.gather(1, order), states=None)
     out = out.take_along_dim(order.argsort(dim=-1)[:, None, :, None], 2)
     return out.masked_fill(~real[:, None, :, None], 0), after
 

@@ -1,99 +1,169 @@
-"""A second reading of a text tells which tokens are needed later (KVzip, Kim et al. 2025, arXiv 2505.23416): a text
-stands there twice in a row, and a token counts in a KV head by the most attention that a query of the second time pays
-to it."""
+"""A second reading of a prompt tells which tokens are needed later (KVzip, Kim et al. 2025, arXiv 2505.23416).
+
+The first is the original's, into a softmax cache. On what that holds the second goes on, piece by piece, with the same
+text once more. A token counts in a KV head by the sum of the squared attention weights that queries of the second
+reading give it, and by nothing else.
+"""
 
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
 from inspect import signature
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
 from dofla.attention import LOG_ZERO, exact_scores
 from dofla.errors import DoflaError
-from dofla.integration.cache import cache_of, state_entry
+from dofla.integration.cache import CACHE_ARGUMENT, StateLayer, cache_of, state_entry
+from dofla.integration.first_reading import FirstReading
 from dofla.integration.instead import computed_instead
 from dofla.integration.interface import one_by_one
-from dofla.integration.offload import device_of
 from dofla.integration.positions import positions_of
 from dofla.integration.reading import keeps_states
-from dofla.integration.recorder import AttentionCall, recording, run_body
+from dofla.integration.recorder import AttentionCall, recording
+from dofla.plans.layers import CompressedLayer, LayerPlan
 
 logger = logging.getLogger(__name__)
 
-_ROWS = 32
-"""Queries at a time: their attention stays in a processor's cache."""
+PIECE, BEFORE = 1024, 32
+"""Tokens of the second reading at a time; and tokens before them, which tell the model where in the text it is, and do
+not count."""
+_WEIGHTS = 2**22
+"""Attention weights at once."""
 
 
 @dataclass
-class SecondReading:
-    """A visitor of attention calls on a text that stands there twice, one sequence without padding."""
+class Importance:
+    """A visitor of attention calls on a piece of the second reading. The first ``skipped`` queries do not count.
 
-    attention: dict[str, Tensor] = field(default_factory=dict)  # most attention to tokens of the first time [Hkv, n]
+    Attributes:
+        attention: by layer, the sum of squared weights of the ``tokens`` of the first reading [B, Hkv, n].
+    """
+
+    tokens: int
+    skipped: int = 0
+    attention: dict[str, Tensor] = field(default_factory=dict)
 
     def __call__(self, call: AttentionCall) -> None:
-        """Add what a layer attends to."""
-        heads, length = call.key.shape[1:3]
-        most = torch.full((heads, length // 2), LOG_ZERO, device=call.key.device)
-        for start in range(length // 2, length, _ROWS):
-            query = call.query[:, :, start : start + _ROWS]
-            rows = query.shape[2]
-            scores = exact_scores(query, call.key[:, :, : start + rows], call.scaling)  # [1, H, R, <= L]
-            later = torch.ones(rows, rows, dtype=torch.bool, device=scores.device).triu(1)
-            scores[..., start:].masked_fill_(later, LOG_ZERO)
-            normalizer = scores.logsumexp(-1, keepdim=True)
-            shares = scores[..., : length // 2].sub_(normalizer).unflatten(1, (heads, -1))
-            most = torch.maximum(most, shares.amax((0, 2, 3)))
-        self.attention[call.name] = most.exp()
+        (batch, heads, length), rows = call.key.shape[:3], call.query.shape[2]
+        before, place = length - rows, torch.arange(length, device=call.key.device)
+        real = None if call.weight is None else call.weight.bool()[:, None, None]
+        total = torch.zeros(batch, heads, self.tokens, device=call.key.device)
+        size = max(1, _WEIGHTS // (batch * call.query.shape[1] * length))
+        for start in range(self.skipped, rows, size):
+            end = min(start + size, rows)
+            scores = exact_scores(call.query[:, :, start:end], call.key[:, :, : before + end], call.scaling)
+            hidden = place[: before + end] > place[before + start : before + end, None]
+            hidden = hidden if real is None else hidden | ~real[..., : before + end]
+            weights = scores.masked_fill_(hidden, LOG_ZERO).softmax(-1)[..., : self.tokens].square()
+            if real is not None:
+                weights = weights * real[..., before + start : before + end].mT
+            total += weights.unflatten(1, (heads, -1)).sum((2, 3))
+        self.attention[call.name] = total + self.attention.get(call.name, 0)
 
 
-def check_reads_twice(model: PreTrainedModel) -> None:
-    """DoflaError unless a prompt of the model is text alone, which its body reads in one call."""
+def check_reads_twice(model: PreTrainedModel, layers: Sequence[LayerPlan] = ()) -> None:
+    """DoflaError unless a prompt of the model is text alone, which its body reads in one call, and what the ``layers``
+    hold are tokens."""
     if not keeps_states(model) or model.config.get_text_config() is not model.config:
         name = type(model).__name__
         raise DoflaError(
             f"prefill is 'twice': {name} reads more than a text, or has a cache of its own kind: choose 'exact'"
         )
+    if features := next((layer.name for layer in layers if not isinstance(layer, CompressedLayer)), None):
+        raise DoflaError(f"prefill is 'twice': {features} holds no tokens that could be chosen: take 'exact'")
 
 
-def read_again(model: PreTrainedModel, body: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-    """Forward pre-hook of a converted model's body: before a prompt enters an empty cache, read it twice in a row by
-    softmax attention, and leave at each entry how important the tokens are (:attr:`dofla.attention.Call.importance`).
+def read_first(
+    model: PreTrainedModel, body: nn.Module, args: tuple, kwargs: dict[str, Any]
+) -> tuple[tuple, dict[str, Any]] | None:
+    """Forward pre-hook of a converted model's body: a prompt enters a softmax cache instead of an empty one.
 
-    A prompt that stands in embeddings, under a mask that tells more than padding, or twice past the positions, is read
-    once.
+    One that stands in embeddings, under a mask that tells more than padding, with tokens that will be taken back, or at
+    the end of the model's positions, is read once.
     """
-    ids = kwargs.get("input_ids", args[0] if args else None)
-    if ids is None or ids.shape[1] == 1 or one_by_one() or computed_instead(model.config):
-        return
     given = signature(body.forward).bind_partial(*args, **kwargs).arguments
-    cache, mask = cache_of(args, kwargs), given.get("attention_mask")
-    if cache is None or int(cache.get_seq_length()) > 0:
-        return
+    ids, cache, mask = given.get("input_ids"), cache_of(args, kwargs), given.get("attention_mask")
+    if cache is None or ids is None or ids.shape[1] == 1 or one_by_one() or computed_instead(model.config):
+        return None
+    if int(cache.get_seq_length()) > 0 or any(isinstance(x, StateLayer) and x.record_past for x in cache.layers):
+        return None
     most, plain = positions_of(model), mask is None or (isinstance(mask, Tensor) and mask.ndim == 2)
-    if not plain or (most is not None and 2 * ids.shape[1] > most):
-        logger.warning("a prompt of %d tokens is read once: twice it has no place in the model", ids.shape[1])
-        return
-    modules: dict[str, Any] = {name: x for name, x in model.named_modules() if "dofla" in x._modules}
-    real = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask[:, : ids.shape[1]].bool()
-    texts = [tuple(row[own].tolist()) for row, own in zip(ids, real, strict=True)]
-    read = {text: _read_twice(model, modules, text) for text in {*texts} if text}  # beams begin with one text
-    for name, module in modules.items():
-        device = device_of(module)
-        importance = torch.zeros(len(ids), module.dofla.kv_heads, ids.shape[1], device=device)
-        for row, text, own in zip(importance, texts, real.to(device), strict=True):
-            if text:
-                row[:, own] = read[text][name].square().to(row)
-        state_entry(cache, module).importance = importance
+    if not plain or (most is not None and ids.shape[1] + min(ids.shape[1], PIECE) + BEFORE > most):
+        logger.warning("a prompt of %d tokens is read once: a second time it has no place in the model", ids.shape[1])
+        return None
+    first = FirstReading(model.config, cache)
+
+    def swapped(x: Any) -> Any:
+        return first if x is cache else x
+
+    return tuple(map(swapped, args)), {name: swapped(x) for name, x in kwargs.items()}
 
 
 @torch.no_grad()
-def _read_twice(model: PreTrainedModel, names: Collection[str], text: Sequence[int]) -> dict[str, Tensor]:
-    """The most attention to tokens [Hkv, n] on a second reading, by layer."""
-    reading = SecondReading()
-    with recording(model, names, reading):
-        run_body(model, {"input_ids": torch.tensor([[*text, *text]])})
-    return reading.attention
+def read_second(model: PreTrainedModel, body: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
+    """Forward hook of the body: read a prompt a second time, and let its most important tokens enter the caches."""
+    first = cache_of(args, kwargs)
+    if not isinstance(first, FirstReading):
+        return output
+    for layer in first.layers:
+        vars(layer).update(_detached(vars(layer)))  # what has gradients cannot be copied
+    given = signature(body.forward).bind_partial(*args, **kwargs).arguments
+    ids, mask = given["input_ids"], given.get("attention_mask")
+    real = None if mask is None or mask.all() else mask[:, : ids.shape[1]].bool()
+    modules: dict[str, Any] = {name: x for name, x in model.named_modules() if "dofla" in x._modules}
+    importance = _second_reading(model, body, [*modules], first, ids, real)
+    of = {module.layer_idx: name for name, module in modules.items()}
+    for index, layer in enumerate(first.layers):
+        if index in of:
+            _enter(modules[of[index]], first, importance[of[index]], real)
+        else:
+            first.into.layers[index : index + 1] = [layer]
+    if isinstance(output, tuple):
+        return tuple(first.into if x is first else x for x in output)
+    output[CACHE_ARGUMENT] = first.into
+    return output
+
+
+def _detached(x: Any) -> Any:
+    if isinstance(x, dict):
+        return {name: _detached(own) for name, own in x.items()}
+    return x.detach() if isinstance(x, Tensor) else x
+
+
+def _second_reading(
+    model: PreTrainedModel, body: nn.Module, names: list[str], first: FirstReading, ids: Tensor, real: Tensor | None
+) -> dict[str, Tensor]:
+    """The importance of tokens [B, Hkv, n], by layer."""
+    length, places = ids.shape[1], "position_ids" in signature(body.forward).parameters
+    found, cache = Importance(length), DynamicCache(config=model.config)
+    if real is not None:  # padding stands behind, so that pieces are those of the row alone
+        order = (~real).int().argsort(dim=-1, stable=True)
+        ids, again = ids.gather(1, order), real.gather(1, order)
+    for start in range(0, length, PIECE):
+        piece, options = slice(max(start - BEFORE, 0), start + PIECE), {}
+        found.skipped, cache.layers = start - piece.start, deepcopy(first.layers)
+        if real is not None:
+            mask = torch.cat([real, again[:, piece]], 1).long()
+            options = {"attention_mask": mask}
+            if places:
+                options["position_ids"] = (mask.cumsum(1) - 1).clamp_min(0)[:, length:]
+        with recording(model, names, found):
+            body(ids[:, piece], use_cache=True, **{CACHE_ARGUMENT: cache}, **options)
+    return found.attention
+
+
+def _enter(module: Any, first: FirstReading, importance: Tensor, real: Tensor | None) -> None:
+    """Let tokens of the first reading enter the state of a converted module."""
+    layer, entry = first.layers[module.layer_idx], state_entry(first.into, module)
+    (key, value), weight = entry.update(layer.keys, layer.values), None
+    if real is not None:  # padding is to stand in front
+        order = real.int().argsort(dim=-1, stable=True)
+        key, value = (x.take_along_dim(order[:, None, :, None], 2) for x in (key, value))
+        importance, weight = importance.take_along_dim(order[:, None], 2), real.gather(1, order)
+    options = {"weight": weight, "exact": True, "room": entry.room, "importance": importance}
+    entry.states = module.dofla(key[:, :, :0], key, value, scaling=1.0, **options)[1]

@@ -26,8 +26,8 @@ PREFILLS = ("auto", "exact", "sequential", "twice")
 """Ways in which several tokens enter a compressed cache: ``exact``, they attend exactly to the cache and to one
 another, and those to retain are selected at the end of the call; ``sequential``, one after the other, as decoding goes
 on; ``auto``, exact on a GPU, where it is faster, on a CPU where nothing is evicted in calls that begin a sequence, and
-otherwise sequential; ``twice``, exact, and a prompt is read twice more, which tells what is needed later
-(:mod:`dofla.integration.second_reading`)."""
+otherwise sequential; ``twice``, a prompt is read by softmax attention and then once more, which tells what is needed
+later (:mod:`dofla.integration.second_reading`), and later calls are exact."""
 
 
 def held_out_line(held_out: Mapping[str, float]) -> str:

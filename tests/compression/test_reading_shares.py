@@ -6,9 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import dofla
-from dofla.compression.reading_shares import FRACTIONS, reading_shares
+from dofla.compression.reading_shares import FRACTIONS, SecondReading, reading_shares
 from dofla.integration.recorder import recording, run_body
-from dofla.integration.second_reading import SecondReading
 
 
 def naive_attention(call):
