@@ -13,8 +13,8 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from dofla.attention import CompressedState
 from dofla.attention.state import Tensors
 from dofla.errors import DoflaError
-from dofla.integration.first_reading import FirstReading
 from dofla.integration.instead import DOFLA, computed_instead
+from dofla.integration.prompt_reading import PromptReading
 from dofla.integration.rollback import LEAST, History
 
 logger = logging.getLogger(__name__)
@@ -248,7 +248,7 @@ def hand_over_cache(module: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[t
     cache = cache_of(args, kwargs)
     if cache is None:
         return None
-    return args, {**kwargs, "dofla_entry": cache if isinstance(cache, FirstReading) else state_entry(cache, module)}
+    return args, {**kwargs, "dofla_entry": cache if isinstance(cache, PromptReading) else state_entry(cache, module)}
 
 
 def record_candidates(model: Any, args: tuple, kwargs: dict[str, Any]) -> None:

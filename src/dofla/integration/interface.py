@@ -15,10 +15,10 @@ from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from dofla.errors import DoflaError
-from dofla.integration.first_reading import FirstReading
 from dofla.integration.instead import DOFLA, INSTEAD, RECORDING, computed_instead, computing, configs_of
 from dofla.integration.masks import full_mask, padding_mask, padding_of, plain_mask, visible
 from dofla.integration.padding import run_padded
+from dofla.integration.prompt_reading import PromptReading
 from dofla.integration.rollback import Read, Vectors
 from dofla.layers import AttentionLayer
 
@@ -42,14 +42,16 @@ def dofla_attention(
     """Attention of converted modules by their layers, of all others by softmax.
 
     ``dofla_entry`` is the entry of the cache that the layer reads and writes, or None; or the softmax cache of a prompt
-    that is read twice, which all modules attend to by softmax. Dropout of attention weights has
+    that is read twice, which does the rest. Dropout of attention weights has
     no counterpart here, as no weight is ever formed, and is left out.
     """
     if name := computed_instead(module.config):
         run = ALL_ATTENTION_FUNCTIONS.get(name) or _eager_of(module)
         return run(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
+    if isinstance(dofla_entry, PromptReading):
+        return dofla_entry.attend(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
     layer = module._modules.get("dofla")  # as an attribute of a module it takes ten times as long to find
-    if not isinstance(layer, AttentionLayer) or isinstance(dofla_entry, FirstReading):
+    if not isinstance(layer, AttentionLayer):
         return softmax_attention(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
     attention_mask = plain_mask(attention_mask, module)
     causal = is_causal(module, kwargs)

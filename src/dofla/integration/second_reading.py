@@ -8,23 +8,23 @@ reading give it, and by nothing else.
 import logging
 from collections.abc import Sequence
 from copy import deepcopy
-from dataclasses import dataclass, field
 from inspect import signature
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import DynamicCache, PreTrainedModel
+from transformers import Cache, PreTrainedConfig, PreTrainedModel
 
-from dofla.attention import LOG_ZERO, exact_scores
+from dofla.attention.importance import attention_again
 from dofla.errors import DoflaError
 from dofla.integration.cache import CACHE_ARGUMENT, StateLayer, cache_of, state_entry
-from dofla.integration.first_reading import FirstReading
 from dofla.integration.instead import computed_instead
-from dofla.integration.interface import one_by_one
+from dofla.integration.interface import one_by_one, softmax_attention, standard_scaling
+from dofla.integration.masks import plain_mask
 from dofla.integration.positions import positions_of
+from dofla.integration.prompt_reading import PromptReading
 from dofla.integration.reading import keeps_states
-from dofla.integration.recorder import AttentionCall, recording
+from dofla.integration.recorder import evaluation_mode
 from dofla.plans.layers import CompressedLayer, LayerPlan
 
 logger = logging.getLogger(__name__)
@@ -32,38 +32,42 @@ logger = logging.getLogger(__name__)
 PIECE, BEFORE = 1024, 32
 """Tokens of the second reading at a time; and tokens before them, which tell the model where in the text it is, and do
 not count."""
-_WEIGHTS = 2**22
-"""Attention weights at once."""
 
 
-@dataclass
-class Importance:
-    """A visitor of attention calls on a piece of the second reading. The first ``skipped`` queries do not count.
+class FirstReading(PromptReading):
+    """What a prompt is first read into, by softmax attention, before tokens of it enter the cache ``into``."""
+
+    def __init__(self, config: PreTrainedConfig, into: Cache) -> None:
+        super().__init__(config=config)
+        self.into = into
+
+    attend = staticmethod(softmax_attention)
+
+
+class SecondReading(PromptReading):
+    """What the first reading holds, for a piece of the second, whose first queries do not count (``skipped``).
 
     Attributes:
-        attention: by layer, the sum of squared weights of the ``tokens`` of the first reading [B, Hkv, n].
+        importance: of tokens of the first reading [B, Hkv, n], by layer.
     """
 
-    tokens: int
-    skipped: int = 0
-    attention: dict[str, Tensor] = field(default_factory=dict)
+    def __init__(self, config: PreTrainedConfig) -> None:
+        super().__init__(config=config)
+        self.tokens, self.skipped, self.importance = 0, 0, dict[int, Tensor]()
 
-    def __call__(self, call: AttentionCall) -> None:
-        (batch, heads, length), rows = call.key.shape[:3], call.query.shape[2]
-        before, place = length - rows, torch.arange(length, device=call.key.device)
-        real = None if call.weight is None else call.weight.bool()[:, None, None]
-        total = torch.zeros(batch, heads, self.tokens, device=call.key.device)
-        size = max(1, _WEIGHTS // (batch * call.query.shape[1] * length))
-        for start in range(self.skipped, rows, size):
-            end = min(start + size, rows)
-            scores = exact_scores(call.query[:, :, start:end], call.key[:, :, : before + end], call.scaling)
-            hidden = place[: before + end] > place[before + start : before + end, None]
-            hidden = hidden if real is None else hidden | ~real[..., : before + end]
-            weights = scores.masked_fill_(hidden, LOG_ZERO).softmax(-1)[..., : self.tokens].square()
-            if real is not None:
-                weights = weights * real[..., before + start : before + end].mT
-            total += weights.unflatten(1, (heads, -1)).sum((2, 3))
-        self.attention[call.name] = total + self.attention.get(call.name, 0)
+    def begin(self, first: FirstReading, skipped: int) -> None:
+        """Forget earlier pieces."""
+        self.layers, self.tokens, self.skipped = deepcopy(first.layers), int(first.get_seq_length()), skipped
+
+    def attend(
+        self, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kwargs: Any
+    ) -> tuple[Tensor, None]:
+        mask = plain_mask(mask, module)
+        query, scaling = standard_scaling(module, query, kwargs.get("scaling"))
+        real = None if mask is None else mask[:, -key.shape[-2] :].bool()
+        out, paid = attention_again(query, key, value, scaling, self.tokens, self.skipped, real)
+        self.importance[module.layer_idx] = self.importance.get(module.layer_idx, 0) + paid
+        return out.transpose(1, 2).contiguous(), None
 
 
 def check_reads_twice(model: PreTrainedModel, layers: Sequence[LayerPlan] = ()) -> None:
@@ -115,12 +119,11 @@ def read_second(model: PreTrainedModel, body: nn.Module, args: tuple, kwargs: di
     given = signature(body.forward).bind_partial(*args, **kwargs).arguments
     ids, mask = given["input_ids"], given.get("attention_mask")
     real = None if mask is None or mask.all() else mask[:, : ids.shape[1]].bool()
-    modules: dict[str, Any] = {name: x for name, x in model.named_modules() if "dofla" in x._modules}
-    importance = _second_reading(model, body, [*modules], first, ids, real)
-    of = {module.layer_idx: name for name, module in modules.items()}
+    modules: dict[int, Any] = {x.layer_idx: x for x in list[Any](model.modules()) if "dofla" in x._modules}
+    importance = _second_reading(model, body, first, ids, real)
     for index, layer in enumerate(first.layers):
-        if index in of:
-            _enter(modules[of[index]], first, importance[of[index]], real)
+        if index in modules:
+            _enter(modules[index], first, importance[index], real)
         else:
             first.into.layers[index : index + 1] = [layer]
     if isinstance(output, tuple):
@@ -136,25 +139,24 @@ def _detached(x: Any) -> Any:
 
 
 def _second_reading(
-    model: PreTrainedModel, body: nn.Module, names: list[str], first: FirstReading, ids: Tensor, real: Tensor | None
-) -> dict[str, Tensor]:
-    """The importance of tokens [B, Hkv, n], by layer."""
+    model: PreTrainedModel, body: nn.Module, first: FirstReading, ids: Tensor, real: Tensor | None
+) -> dict[int, Tensor]:
+    """The importance of tokens [B, Hkv, n], by the number of the layer."""
     length, places = ids.shape[1], "position_ids" in signature(body.forward).parameters
-    found, cache = Importance(length), DynamicCache(config=model.config)
+    cache, options = SecondReading(model.config), dict[str, Tensor]()
     if real is not None:  # padding stands behind, so that pieces are those of the row alone
         order = (~real).int().argsort(dim=-1, stable=True)
         ids, again = ids.gather(1, order), real.gather(1, order)
     for start in range(0, length, PIECE):
-        piece, options = slice(max(start - BEFORE, 0), start + PIECE), {}
-        found.skipped, cache.layers = start - piece.start, deepcopy(first.layers)
+        piece = slice(max(start - BEFORE, 0), start + PIECE)
         if real is not None:
-            mask = torch.cat([real, again[:, piece]], 1).long()
-            options = {"attention_mask": mask}
+            options["attention_mask"] = mask = torch.cat([real, again[:, piece]], 1).long()
             if places:
                 options["position_ids"] = (mask.cumsum(1) - 1).clamp_min(0)[:, length:]
-        with recording(model, names, found):
+        cache.begin(first, skipped=start - piece.start)
+        with evaluation_mode(model):
             body(ids[:, piece], use_cache=True, **{CACHE_ARGUMENT: cache}, **options)
-    return found.attention
+    return cache.importance
 
 
 def _enter(module: Any, first: FirstReading, importance: Tensor, real: Tensor | None) -> None:
