@@ -1,10 +1,10 @@
-"""Attention of a second reading, and what it pays to the first, against float64."""
+"""Exact attention, and the importance of tokens, against float64."""
 
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dofla.attention.importance import attention_again
+from dofla.attention.importance import attention_and_importance
 
 
 @given(
@@ -20,7 +20,8 @@ def test_it_is_causal_softmax_attention_and_its_squares(heads, groups, first, le
     key, value = (torch.randn(2, heads, tokens, dim, generator=generator) for _ in range(2))
     real = torch.ones(2, tokens, dtype=torch.bool)
     real[1, : seed % first], real[1, tokens - seed % length :] = False, False
-    out, found = attention_again(query, key, value, 0.3, first, skipped, real)
+    near = seed % 7
+    out, found = attention_and_importance(query, key, value, 0.3, first, skipped=skipped, near=near, real=real)
     for row in range(2):
         for head in range(heads * groups):
             scores = 0.3 * query[row, head].double() @ key[row, head // groups].double().mT
@@ -29,10 +30,11 @@ def test_it_is_causal_softmax_attention_and_its_squares(heads, groups, first, le
             asks = real[row, tokens - length :]
             right = (weights @ value[row, head // groups].double())[asks].float()
             torch.testing.assert_close(out[row, head][asks], right, rtol=1e-4, atol=1e-5)
-            counted = weights[skipped:][asks[skipped:]].square().sum(0)[:first]
-            found[row, head // groups] -= counted.float()
+            behind = torch.arange(tokens - length, tokens)[:, None] - torch.arange(tokens)
+            squares = weights.square().masked_fill(behind < near, 0)[skipped:][asks[skipped:]]
+            found[row, head // groups] -= squares.sum(0)[:first].float()
     assert found.abs().max() <= 1e-4 * length
-    alone = attention_again(query[:1], key[:1], value[:1], 0.3, first, skipped)
+    alone = attention_and_importance(query[:1], key[:1], value[:1], 0.3, first)
     torch.testing.assert_close(alone[0], out[:1])
 
 
@@ -41,13 +43,13 @@ def test_a_long_piece_is_computed_some_rows_at_a_time():
     generator = torch.Generator().manual_seed(0)
     query = torch.randn(1, 4, 300, 16, generator=generator)
     key, value = (torch.randn(1, 2, 2500, 16, generator=generator) for _ in range(2))
-    out, paid = attention_again(query, key, value, 0.25, 2000)
+    out, paid = attention_and_importance(query, key, value, 0.25, 2000)
     halves = [
-        attention_again(query[:, :, part], key[:, :, :end], value[:, :, :end], 0.25, 2000)
+        attention_and_importance(query[:, :, part], key[:, :, :end], value[:, :, :end], 0.25, 2000)
         for part, end in ((slice(150), 2350), (slice(150, 300), 2500))
     ]
     torch.testing.assert_close(out, torch.cat([x for x, _ in halves], 2))
     torch.testing.assert_close(paid, sum(x for _, x in halves))
-    low = attention_again(*(x.bfloat16() for x in (query, key, value)), 0.25, 2000)
+    low = attention_and_importance(*(x.bfloat16() for x in (query, key, value)), 0.25, 2000)
     torch.testing.assert_close(low[0].float(), out, rtol=0.02, atol=0.02)
     torch.testing.assert_close(low[1], paid, rtol=0.05, atol=1e-5)

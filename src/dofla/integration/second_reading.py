@@ -1,8 +1,8 @@
 """A second reading of a prompt tells which tokens are needed later (KVzip, Kim et al. 2025, arXiv 2505.23416).
 
-The first is the original's, into a softmax cache. On what that holds the second goes on, piece by piece, with the same
-text once more. A token counts in a KV head by the sum of the squared attention weights that queries of the second
-reading give it, and by nothing else.
+The first reading is the original's, into a softmax cache. On what that holds the second goes on, piece by piece, with
+the same text once more. A token counts in a KV head by the sum of the squared attention weights that it gets, by
+queries of the first reading but those right after it, and by all of the second.
 """
 
 import logging
@@ -15,11 +15,12 @@ import torch
 from torch import Tensor, nn
 from transformers import Cache, PreTrainedConfig, PreTrainedModel
 
-from dofla.attention.importance import attention_again
+from dofla.attention.drawn import NEIGHBORS
+from dofla.attention.importance import attention_and_importance
 from dofla.errors import DoflaError
 from dofla.integration.cache import CACHE_ARGUMENT, StateLayer, cache_of, state_entry
 from dofla.integration.instead import computed_instead
-from dofla.integration.interface import one_by_one, softmax_attention, standard_scaling
+from dofla.integration.interface import one_by_one, standard_scaling
 from dofla.integration.masks import plain_mask
 from dofla.integration.positions import positions_of
 from dofla.integration.prompt_reading import PromptReading
@@ -34,38 +35,28 @@ PIECE, BEFORE = 1024, 32
 not count."""
 
 
-class FirstReading(PromptReading):
-    """What a prompt is first read into, by softmax attention, before tokens of it enter the cache ``into``."""
+class TwoReadings(PromptReading):
+    """What a prompt is read into before tokens of it enter the cache ``into``.
+
+    Attributes:
+        first: how many tokens there are in the first reading, once it is over; until then 0.
+        skipped: queries of the present piece that do not count.
+        importance: of the tokens of the first reading [B, Hkv, n], by the number of the layer.
+    """
 
     def __init__(self, config: PreTrainedConfig, into: Cache) -> None:
         super().__init__(config=config)
-        self.into = into
-
-    attend = staticmethod(softmax_attention)
-
-
-class SecondReading(PromptReading):
-    """What the first reading holds, for a piece of the second, whose first queries do not count (``skipped``).
-
-    Attributes:
-        importance: of tokens of the first reading [B, Hkv, n], by layer.
-    """
-
-    def __init__(self, config: PreTrainedConfig) -> None:
-        super().__init__(config=config)
-        self.tokens, self.skipped, self.importance = 0, 0, dict[int, Tensor]()
-
-    def begin(self, first: FirstReading, skipped: int) -> None:
-        """Forget earlier pieces."""
-        self.layers, self.tokens, self.skipped = deepcopy(first.layers), int(first.get_seq_length()), skipped
+        self.into, self.first, self.skipped, self.importance = into, 0, 0, dict[int, Tensor]()
 
     def attend(
         self, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kwargs: Any
     ) -> tuple[Tensor, None]:
         mask = plain_mask(mask, module)
         query, scaling = standard_scaling(module, query, kwargs.get("scaling"))
+        options = {"skipped": self.skipped, "near": 0 if self.first else NEIGHBORS}
         real = None if mask is None else mask[:, -key.shape[-2] :].bool()
-        out, paid = attention_again(query, key, value, scaling, self.tokens, self.skipped, real)
+        first = self.first or key.shape[-2]
+        out, paid = attention_and_importance(query, key, value, scaling, first, real=real, **options)
         self.importance[module.layer_idx] = self.importance.get(module.layer_idx, 0) + paid
         return out.transpose(1, 2).contiguous(), None
 
@@ -100,10 +91,10 @@ def read_first(
     if not plain or (most is not None and ids.shape[1] + min(ids.shape[1], PIECE) + BEFORE > most):
         logger.warning("a prompt of %d tokens is read once: a second time it has no place in the model", ids.shape[1])
         return None
-    first = FirstReading(model.config, cache)
+    reading = TwoReadings(model.config, cache)
 
     def swapped(x: Any) -> Any:
-        return first if x is cache else x
+        return reading if x is cache else x
 
     return tuple(map(swapped, args)), {name: swapped(x) for name, x in kwargs.items()}
 
@@ -111,24 +102,24 @@ def read_first(
 @torch.no_grad()
 def read_second(model: PreTrainedModel, body: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
     """Forward hook of the body: read a prompt a second time, and let its most important tokens enter the caches."""
-    first = cache_of(args, kwargs)
-    if not isinstance(first, FirstReading):
+    reading = cache_of(args, kwargs)
+    if not isinstance(reading, TwoReadings) or reading.first:
         return output
-    for layer in first.layers:
-        vars(layer).update(_detached(vars(layer)))  # what has gradients cannot be copied
     given = signature(body.forward).bind_partial(*args, **kwargs).arguments
     ids, mask = given["input_ids"], given.get("attention_mask")
     real = None if mask is None or mask.all() else mask[:, : ids.shape[1]].bool()
+    for layer in reading.layers:
+        vars(layer).update(_detached(vars(layer)))  # what has gradients cannot be copied
+    _second_reading(model, body, reading, ids, real)
     modules: dict[int, Any] = {x.layer_idx: x for x in list[Any](model.modules()) if "dofla" in x._modules}
-    importance = _second_reading(model, body, first, ids, real)
-    for index, layer in enumerate(first.layers):
+    for index, layer in enumerate(reading.layers):
         if index in modules:
-            _enter(modules[index], first, importance[index], real)
+            _enter(modules[index], reading, real)
         else:
-            first.into.layers[index : index + 1] = [layer]
+            reading.into.layers[index : index + 1] = [layer]
     if isinstance(output, tuple):
-        return tuple(first.into if x is first else x for x in output)
-    output[CACHE_ARGUMENT] = first.into
+        return tuple(reading.into if x is reading else x for x in output)
+    output[CACHE_ARGUMENT] = reading.into
     return output
 
 
@@ -139,29 +130,30 @@ def _detached(x: Any) -> Any:
 
 
 def _second_reading(
-    model: PreTrainedModel, body: nn.Module, first: FirstReading, ids: Tensor, real: Tensor | None
-) -> dict[int, Tensor]:
-    """The importance of tokens [B, Hkv, n], by the number of the layer."""
-    length, places = ids.shape[1], "position_ids" in signature(body.forward).parameters
-    cache, options = SecondReading(model.config), dict[str, Tensor]()
+    model: PreTrainedModel, body: nn.Module, reading: TwoReadings, ids: Tensor, real: Tensor | None
+) -> None:
+    """Add what the second reading pays to tokens."""
+    length, places, options = ids.shape[1], "position_ids" in signature(body.forward).parameters, dict[str, Tensor]()
     if real is not None:  # padding stands behind, so that pieces are those of the row alone
         order = (~real).int().argsort(dim=-1, stable=True)
         ids, again = ids.gather(1, order), real.gather(1, order)
+    held, reading.first = reading.layers, length
     for start in range(0, length, PIECE):
         piece = slice(max(start - BEFORE, 0), start + PIECE)
+        reading.layers, reading.skipped = deepcopy(held), start - piece.start
         if real is not None:
             options["attention_mask"] = mask = torch.cat([real, again[:, piece]], 1).long()
             if places:
                 options["position_ids"] = (mask.cumsum(1) - 1).clamp_min(0)[:, length:]
-        cache.begin(first, skipped=start - piece.start)
         with evaluation_mode(model):
-            body(ids[:, piece], use_cache=True, **{CACHE_ARGUMENT: cache}, **options)
-    return cache.importance
+            body(ids[:, piece], use_cache=True, **{CACHE_ARGUMENT: reading}, **options)
+    reading.layers = held
 
 
-def _enter(module: Any, first: FirstReading, importance: Tensor, real: Tensor | None) -> None:
+def _enter(module: Any, reading: TwoReadings, real: Tensor | None) -> None:
     """Let tokens of the first reading enter the state of a converted module."""
-    layer, entry = first.layers[module.layer_idx], state_entry(first.into, module)
+    layer, importance = reading.layers[module.layer_idx], reading.importance[module.layer_idx]
+    entry = state_entry(reading.into, module)
     (key, value), weight = entry.update(layer.keys, layer.values), None
     if real is not None:  # padding is to stand in front
         order = real.int().argsort(dim=-1, stable=True)
