@@ -21,7 +21,8 @@ def test_it_is_causal_softmax_attention_and_its_squares(heads, groups, first, le
     real = torch.ones(2, tokens, dtype=torch.bool)
     real[1, : seed % first], real[1, tokens - seed % length :] = False, False
     near = seed % 7
-    out, found = attention_and_importance(query, key, value, 0.3, first, skipped=skipped, near=near, real=real)
+    options = {"skipped": skipped, "near": near, "real": real[:, None]}
+    out, found = attention_and_importance(query, key, value, 0.3, first, **options)
     for row in range(2):
         for head in range(heads * groups):
             scores = 0.3 * query[row, head].double() @ key[row, head // groups].double().mT

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from dofla.attention.constants import DECAY, LOG_ZERO
+from dofla.attention.importance import attention_and_importance
 from dofla.attention.state import accumulable
 
 NEIGHBORS = 64
@@ -44,37 +45,22 @@ class Drawn:
 
 def exact_causal(query: Tensor, line: Line, window: int, sinks: int, scaling: float) -> tuple[Tensor, Drawn]:
     """Output [B, H, L, dv] of queries [B, H, L, d] of a line's last tokens, zeros for padding; and what tokens drew."""
-    key, value, real = accumulable(line.key), accumulable(line.value), line.rank >= 0
-    before, length = len(line) - query.shape[2], query.shape[2]
-    out = value.new_empty(*query.shape[:3], value.shape[-1])
-    total = value.new_zeros(*value.shape[:3], dtype=torch.float32)
-    size = max(1, ELEMENTS // (len(query) * query.shape[1] * len(line)))
-    for start in range(0, length, size):
-        rows, end = slice(start, min(start + size, length)), before + min(start + size, length)
-        share, distance = _weights(query[:, :, rows], key[:, :, :end], real[:, :, :end], before + start, scaling)
-        piece = (share.flatten(2, 3) @ value[:, :, :end]).unflatten(2, share.shape[2:4])
-        out[:, :, rows] = piece.flatten(1, 2)
-        total[:, :, :end] += share.square_().masked_fill_(distance < NEIGHBORS, 0).sum((2, 3))
+    real = line.rank >= 0
+    out, total = attention_and_importance(query, *line.vectors, scaling, len(line), near=NEIGHBORS, real=real)
     if line.padded:
-        out = out * real[:, :1, before:, None]  # a query that is padding sees nothing
-    return out, Drawn(total, _lately(query[:, :, -LATELY:], key, line.rank >= sinks, window, scaling))
+        out = out * real[:, :1, -query.shape[2] :, None]  # a query that is padding sees nothing
+    lately = _lately(query[:, :, -LATELY:], accumulable(line.key), line.rank >= sinks, window, scaling)
+    return out, Drawn(total.float(), lately)
 
 
 def _lately(query: Tensor, key: Tensor, far: Tensor, window: int, scaling: float) -> Tensor:
-    share, distance = _weights(query, key, far, key.shape[2] - query.shape[2], scaling, window)
-    hidden = (distance < window) | ~far[:, :, None, None]  # of a query that sees none of them all weights are alike
-    decay = (1 - 1 / DECAY) ** torch.arange(query.shape[2] - 1, -1, -1, dtype=torch.float32, device=query.device)
-    return (share.masked_fill_(hidden, 0).square_() * decay.unsqueeze(-1)).sum((2, 3))
-
-
-def _weights(
-    query: Tensor, key: Tensor, seen: Tensor, first: int, scaling: float, nearest: int = 0
-) -> tuple[Tensor, Tensor]:
-    """Attention weights [B, Hkv, G, L, P] of queries, those of the tokens from ``first`` on, to the tokens of a line
-    that are ``seen`` [B, Hkv, P] and at least ``nearest`` behind; and how far behind tokens are [L, P]."""
-    place = torch.arange(key.shape[2], device=query.device)
-    distance = place[first : first + query.shape[2], None] - place
-    hidden = (distance < nearest) | ~seen.unsqueeze(2)
+    """Attention lately [B, Hkv, P] of the last queries [B, H, L, d], to the tokens that are ``far`` [B, Hkv, P] enough
+    from the first, and at least ``window`` behind."""
+    length, place = query.shape[2], torch.arange(key.shape[2], device=query.device)
+    hidden = (place[-length:, None] - place < window) | ~far.unsqueeze(2)
+    hidden = hidden.unsqueeze(2)  # [B, Hkv, 1, L, P]
     asked = (accumulable(query) * scaling).unflatten(1, (key.shape[1], -1))
-    scores = (asked.flatten(2, 3) @ key.mT).unflatten(2, asked.shape[2:4])
-    return scores.masked_fill_(hidden.unsqueeze(2), LOG_ZERO).softmax(-1), distance
+    scores = (asked.flatten(2, 3) @ key.mT).unflatten(2, asked.shape[2:4]).masked_fill_(hidden, LOG_ZERO)
+    share = scores.softmax(-1).masked_fill_(hidden, 0)  # of a query that sees none of them all weights are alike
+    decay = (1 - 1 / DECAY) ** torch.arange(length - 1, -1, -1, dtype=torch.float32, device=query.device)
+    return (share.square_() * decay.unsqueeze(-1)).sum((2, 3))

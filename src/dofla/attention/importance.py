@@ -1,4 +1,4 @@
-"""Exact attention, and how important it makes each token: what a prompt that is read twice is chosen by."""
+"""Exact attention in plain torch, and how important it makes each token."""
 
 import torch
 from torch import Tensor
@@ -28,7 +28,7 @@ def attention_and_importance(
         first: tokens whose importance is asked for.
         skipped: queries that do not count, the first of all.
         near: queries that do not count for a token: its own, and those right after it.
-        real: [B, P], False for padding, which counts for nothing; by default there is none.
+        real: [B, Hkv or 1, P], False for padding, which counts for nothing; by default there is none.
 
     Returns:
         Output [B, H, L, dv], and the importance of the first tokens [B, Hkv, n], float32 at least.
@@ -38,7 +38,7 @@ def attention_and_importance(
     asked = (accumulable(query) * scaling).unflatten(1, (heads, groups))
     counts = (place[before:] >= before + skipped).float().expand(batch, 1, 1, length)
     if real is not None:
-        counts, hidden = counts * real[:, None, None, before:], ~real[:, None, None]
+        counts, hidden = counts * real[:, :1, None, before:], ~real.unsqueeze(2)
     out, total = value.new_empty(*query.shape[:3], value.shape[-1]), keys.new_zeros(batch, heads, first)
     at_once = 2**20 if key.device.type == "cpu" else 2**26  # on a CPU what stays in its cache
     rows = min(length, max(1, at_once // (batch * query.shape[1] * tokens)))

@@ -54,7 +54,7 @@ class TwoReadings(PromptReading):
         mask = plain_mask(mask, module)
         query, scaling = standard_scaling(module, query, kwargs.get("scaling"))
         options = {"skipped": self.skipped, "near": 0 if self.first else NEIGHBORS}
-        real = None if mask is None else mask[:, -key.shape[-2] :].bool()
+        real = None if mask is None else mask[:, None, -key.shape[-2] :].bool()
         first = self.first or key.shape[-2]
         out, paid = attention_and_importance(query, key, value, scaling, first, real=real, **options)
         self.importance[module.layer_idx] = self.importance.get(module.layer_idx, 0) + paid
