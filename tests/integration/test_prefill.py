@@ -104,22 +104,17 @@ def test_decoding_goes_on_after_an_exact_prefill(tiny, windows, prefill):
     assert torch.equal(together[1:], alone)
 
 
-def attention_of_both(model, ids, pieces):
-    """The sum of the squared attention weights that each token gets of queries of a first time, but for the 64 next
-    ones, and of all of a second, by layer [Hkv, n]. A piece of the second is where it begins, how many of its tokens do
-    not count, and its end."""
-    names, length = [f"model.layers.{n}.self_attn" for n in range(len(model.model.layers))], ids.shape[1]
-
-    def squares(text):
+def attention_again(model, ids, pieces):
+    """The sum of the squared attention weights that queries of a second time give each token, by layer [Hkv, n]. A
+    piece is where it begins, how many of its tokens do not count, and its end."""
+    names, length, total = [f"model.layers.{n}.self_attn" for n in range(len(model.model.layers))], ids.shape[1], 0
+    for first, skipped, end in pieces:
         calls = []
         with torch.no_grad(), recording(model, names, calls.append):
-            run_body(model, {"input_ids": text})
-        return torch.stack([x.log_weights().exp()[0].square().unflatten(0, (x.key.shape[1], -1)) for x in calls])
-
-    total = (squares(ids) * torch.ones(length, length).tril(-64)).sum((2, 3))
-    for first, skipped, end in pieces:
-        again = squares(torch.cat([ids, ids[:, first:end]], 1))
-        total += again[..., length + skipped :, :length].sum((2, 3))
+            run_body(model, {"input_ids": torch.cat([ids, ids[:, first:end]], 1)})
+        weights = [call.log_weights().exp()[0, :, length + skipped :, :length].square() for call in calls]
+        heads = calls[0].key.shape[1]
+        total += torch.stack([x.unflatten(0, (heads, -1)).sum((1, 2)) for x in weights])
     return total
 
 
@@ -140,7 +135,7 @@ def test_a_prompt_is_important_by_its_second_reading(tiny, windows, seen, monkey
         (0, slice(30, None), [(0, 0, 90), (82, 8, 170)]),
         (1, slice(-20), [(0, 0, 90), (82, 8, 180)]),
     ):
-        for found, wanted in zip(seen, attention_of_both(model, ids[row : row + 1, own], pieces), strict=True):
+        for found, wanted in zip(seen, attention_again(model, ids[row : row + 1, own], pieces), strict=True):
             before = found.shape[2] - wanted.shape[1]
             assert not found[row, :, :before].any()  # padding, which layers get in front
             torch.testing.assert_close(found[row, :, before:], wanted, rtol=1e-4, atol=1e-6)

@@ -1,8 +1,8 @@
 """A second reading of a prompt tells which tokens are needed later (KVzip, Kim et al. 2025, arXiv 2505.23416).
 
 The first reading is the original's, into a softmax cache. On what that holds the second goes on, piece by piece, with
-the same text once more. A token counts in a KV head by the sum of the squared attention weights that it gets, by
-queries of the first reading but those right after it, and by all of the second.
+the same text once more. A token counts in a KV head by the sum of the squared attention weights that queries of the
+second reading give it, and by nothing else.
 """
 
 import logging
@@ -15,12 +15,11 @@ import torch
 from torch import Tensor, nn
 from transformers import Cache, PreTrainedConfig, PreTrainedModel
 
-from dofla.attention.drawn import NEIGHBORS
 from dofla.attention.importance import attention_and_importance
 from dofla.errors import DoflaError
 from dofla.integration.cache import CACHE_ARGUMENT, StateLayer, cache_of, state_entry
 from dofla.integration.instead import computed_instead
-from dofla.integration.interface import one_by_one, standard_scaling
+from dofla.integration.interface import one_by_one, softmax_attention, standard_scaling
 from dofla.integration.masks import plain_mask
 from dofla.integration.positions import positions_of
 from dofla.integration.prompt_reading import PromptReading
@@ -41,7 +40,8 @@ class TwoReadings(PromptReading):
     Attributes:
         first: how many tokens there are in the first reading, once it is over; until then 0.
         skipped: queries of the present piece that do not count.
-        importance: of the tokens of the first reading [B, Hkv, n], by the number of the layer.
+        importance: by what pieces of the second reading paid so far, of the tokens of the first [B, Hkv, n], by the
+            number of the layer.
     """
 
     def __init__(self, config: PreTrainedConfig, into: Cache) -> None:
@@ -50,13 +50,13 @@ class TwoReadings(PromptReading):
 
     def attend(
         self, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kwargs: Any
-    ) -> tuple[Tensor, None]:
+    ) -> tuple[Tensor, Tensor | None]:
+        if not self.first:
+            return softmax_attention(module, query, key, value, mask, **kwargs)
         mask = plain_mask(mask, module)
         query, scaling = standard_scaling(module, query, kwargs.get("scaling"))
-        options = {"skipped": self.skipped, "near": 0 if self.first else NEIGHBORS}
         real = None if mask is None else mask[:, None, -key.shape[-2] :].bool()
-        first = self.first or key.shape[-2]
-        out, paid = attention_and_importance(query, key, value, scaling, first, real=real, **options)
+        out, paid = attention_and_importance(query, key, value, scaling, self.first, skipped=self.skipped, real=real)
         self.importance[module.layer_idx] = self.importance.get(module.layer_idx, 0) + paid
         return out.transpose(1, 2).contiguous(), None
 
