@@ -161,6 +161,17 @@ def test_where_nothing_is_evicted_a_prompt_is_read_as_by_softmax_attention(sizes
         assert (out[n, :, :first] == 0).all()
 
 
+@given(GROWING, st.integers(2, 120), st.booleans(), st.integers(0, 100))
+@settings(max_examples=20)
+def test_where_nothing_is_evicted_all_tokens_enter_without_queries(sizes, length, pad, seed):
+    heads, inputs = sample(seed, sizes, 2, length)
+    padding = [0, seed % length if pad else 0]
+    weight = padded(padding, length) if pad else None
+    importance = torch.rand(2, len(sizes), length, generator=torch.Generator().manual_seed(seed))
+    _, state = step(heads, [inputs[1][:, :, :0], *inputs[1:]], weight=weight, exact=True, importance=importance)
+    assert_holds(heads, state, naive(heads, inputs, padding)[1])
+
+
 @given(st.one_of(SIZES, GROWING), st.lists(st.integers(1, 70), min_size=2, max_size=4), st.integers(0, 100))
 @settings(max_examples=40)
 def test_later_calls_attend_to_what_is_held_and_to_themselves(sizes, parts, seed):

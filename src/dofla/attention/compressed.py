@@ -71,7 +71,8 @@ class CompressedHeads(HeadGroup[CompressedState]):
             raise DoflaError("a compressed cache got a call that is not causal: keep the layer softmax (keep_softmax)")
         backend = backend_for(call.vectors, () if call.log_weight is None else (call.log_weight,))
         if call.exact and call.key.shape[-2] > 1:
-            held = self._hold_all(call, backend) if state is None and not self.evicts else None
+            all_at_once = state is None and not self.evicts and call.importance is None
+            held = self._hold_all(call, backend) if all_at_once else None
             return held or self._exact_prefill(call.smoothed(), state, backend)
         before = self._with_room(call, state)
         return backend.read_compressed(self, call, before) or self._read(call.smoothed(), before, backend)
