@@ -51,13 +51,12 @@ def attention_and_importance(
         if real is not None:
             weights.masked_fill_(hidden[..., :ends], LOG_ZERO)
         weights.sub_(weights.amax(-1, keepdim=True)).exp_()
-        norm = weights.sum(-1, keepdim=True)
-        piece = (weights.to(value.dtype) @ value[:, :, :ends]) / norm
+        weights.div_(weights.sum(-1, keepdim=True))
+        piece = weights.to(value.dtype) @ value[:, :, :ends]
         out[:, :, start:end] = piece.unflatten(2, (groups, -1)).flatten(1, 2)
         if near:
             recent = slice(max(begins - near, 0), ends)
             of_query[..., recent].masked_fill_(place[recent] > asks - near, 0)
-        share = norm.square().reciprocal().unflatten(2, (groups, -1)).squeeze(-1) * counts[..., start:end]
-        seen = min(first, ends)
-        total[..., :seen] += (share.flatten(2).unsqueeze(2) @ weights[..., :seen].square_()).squeeze(2)
+        seen, asked_by = min(first, ends), counts[..., start:end].expand(-1, heads, groups, -1).flatten(2)
+        total[..., :seen] += (asked_by.unsqueeze(2).to(weights) @ weights[..., :seen].square_()).squeeze(2)
     return out, total
