@@ -35,13 +35,13 @@ not count."""
 
 
 class TwoReadings(PromptReading):
-    """What a prompt is read into before tokens of it enter the cache ``into``.
+    """The softmax cache of a prompt, before tokens of it enter the cache ``into``.
 
     Attributes:
         first: how many tokens there are in the first reading, once it is over; until then 0.
         skipped: queries of the present piece that do not count.
-        importance: by what pieces of the second reading paid so far, of the tokens of the first [B, Hkv, n], by the
-            number of the layer.
+        importance: of the tokens of the first reading [B, Hkv, n], by the pieces of the second so far; by the number of
+            the layer.
     """
 
     def __init__(self, config: PreTrainedConfig, into: Cache) -> None:
