@@ -8,7 +8,8 @@ import pytest
 import torch
 from family_checks import AllInFloat64, in_float64
 from family_models import build, config_of
-from sizes import compress
+from sizes import compress, size_of
+from tiny_families import padded, tokens
 from transformers import (
     AutoModelForImageTextToText,
     CLIPVisionConfig,
@@ -140,6 +141,21 @@ def test_layers_that_share_keys_stay_softmax_and_the_cache_is_right(family, head
     assert torch.allclose(torch.cat(pieces, 1), whole, rtol=0, atol=1e-9 * whole.abs().max())
     last = student(ids, logits_to_keep=1).logits
     assert torch.allclose(last, whole[:, -1:], rtol=0, atol=1e-9 * whole.abs().max())
+
+
+@pytest.mark.parametrize("family", [*SHARING, "minicpm3", "jetmoe", "bamba"])
+@torch.no_grad()
+def test_a_prompt_is_read_twice_in_a_batch_as_alone(family, monkeypatch):
+    """Where layers share keys, keys are made of latent ones, heads are more, or positions are not those of a cache."""
+    monkeypatch.setattr("dofla.integration.second_reading.PIECE", 40)
+    monkeypatch.setattr("dofla.integration.second_reading.BEFORE", 8)
+    model, (alone, ids, mask) = in_float64(build(family, torch.float64)), padded((100, 63), "left")
+    size = size_of(model, 48, None)
+    dofla.compress(model, tokens(4, 96), size, head_budgets="even", prefill="twice", keep_softmax=None)
+    options = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    together = model.generate(ids, attention_mask=mask, **options)[:, ids.shape[1] :]
+    for row, own in zip(together, alone, strict=True):
+        assert torch.equal(row, model.generate(own, **options)[0, own.shape[1] :])
 
 
 def test_a_layer_whose_keys_another_reads_cannot_be_linear(tiny):

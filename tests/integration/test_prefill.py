@@ -13,6 +13,7 @@ from dofla.attention import CompressedHeads
 from dofla.integration.cache import CACHE_ARGUMENT
 from dofla.integration.interface import token_by_token
 from dofla.integration.recorder import recording, run_body
+from dofla.integration.second_reading import _obstacle
 from dofla.serving import Session, load_state, read_prompt, save_state
 
 LENGTH = 200
@@ -193,10 +194,61 @@ def test_a_second_reading_leaves_other_threads_alone(tiny, windows):
 
 def test_a_prompt_without_room_for_a_second_time_is_read_once(tiny, windows, seen, caplog):
     model = compressed(tiny, windows, "twice")
-    model.config.max_position_embeddings = 2 * LENGTH + 31
+    model.config.max_position_embeddings = 2 * LENGTH - 1
     read(model, windows[:1])
     assert "a prompt of 200 tokens is read once" in caplog.text
     assert seen[-1] is None
+
+
+def test_the_second_reading_stands_behind_the_first(tiny, windows, seen):
+    """At positions that are given, and in a batch without any, of rotary models at the places of the tokens."""
+    model, ids = compressed(tiny, windows, "twice"), windows[:2]
+    mask = torch.ones_like(ids)
+    mask[1, :30] = 0
+    layers = len(model.model.layers)
+    seen.clear()
+    read(model, ids[:1])
+    read(model, ids[:1], position_ids=torch.arange(100, 100 + LENGTH)[None])
+    read(model, ids, attention_mask=mask)
+    read(model, ids[1:, 30:])
+    found = [seen[n * layers : (n + 1) * layers] for n in range(4)]
+    for one, other in zip(found[0], found[1], strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-5)
+    for batch, row, alone in zip(found[2], found[0], found[3], strict=True):
+        torch.testing.assert_close(batch[:1], row, rtol=1e-3, atol=1e-5)
+        torch.testing.assert_close(batch[1:, :, 30:], alone, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        ({"position_ids": torch.arange(LENGTH).expand(3, 1, -1)}, "several dimensions"),
+        ({"token_type_ids": torch.zeros(1, LENGTH)}, "its tokens have token_type_ids"),
+        ({"attention_mask": torch.ones(1, 1, LENGTH, LENGTH)}, "more than padding"),
+    ],
+)
+def test_a_prompt_with_more_than_tokens_is_read_once(tiny, windows, given, reason):
+    model = compressed(tiny, windows, "twice")
+    assert reason in _obstacle(model, DynamicCache(config=model.config), input_ids=windows[:1], **given)
+    assert _obstacle(model, DynamicCache(config=model.config), input_ids=windows[:1]) is None
+
+
+def test_no_prompt_is_read_twice_across_a_change_of_its_rotary_factors(tiny, windows):
+    model = compressed(tiny, windows, "twice")
+    for length, place in ((LENGTH - 1, False), (LENGTH, True), (2 * LENGTH - 1, True), (2 * LENGTH, False)):
+        model.config.rope_parameters |= {"rope_type": "longrope", "original_max_position_embeddings": length}
+        found = _obstacle(model, DynamicCache(config=model.config), input_ids=windows[:1])
+        assert (found is not None) == place
+
+
+def test_gradient_checkpointing_and_another_attention_leave_prompts_alone(tiny, windows, seen):
+    model = compressed(tiny, windows, "twice")
+    model.gradient_checkpointing_enable()
+    read.__wrapped__(model.train(), windows[:1]).logits.sum().backward()
+    model.gradient_checkpointing_disable()
+    model.eval().set_attn_implementation("sdpa")
+    read(model, windows[:1])
+    assert all(importance is None for importance in seen)
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ class Call(NamedTuple):
         room: tokens of a sequence that a state is to have room for, in heads that hold every one; None for what it has.
         smoothing: what keys and queries are to go through first, if anything.
         importance: [B, Hkv, L], sums of squared attention weights, by which an exact call retains tokens that begins a
-            sequence and has no queries (H is Hkv, theirs L is 0); None where the call's own queries decide.
+            sequence and has no queries (of theirs L is 0); None where the call's own queries decide.
     """
 
     query: Tensor

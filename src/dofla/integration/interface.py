@@ -49,7 +49,7 @@ def dofla_attention(
         run = ALL_ATTENTION_FUNCTIONS.get(name) or _eager_of(module)
         return run(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
     if isinstance(dofla_entry, PromptReading):
-        return dofla_entry.attend(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
+        return dofla_entry.attend(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
     layer = module._modules.get("dofla")  # as an attribute of a module it takes ten times as long to find
     if not isinstance(layer, AttentionLayer):
         return softmax_attention(module, query, key, value, attention_mask, dropout, scaling, **kwargs)

@@ -40,6 +40,14 @@ def table_of_positions(model: PreTrainedModel) -> nn.Embedding | None:
     return None
 
 
+def new_factors_at(config: PreTrainedConfig) -> int | None:
+    """The number of positions from which on all rotary positions turn by other factors (LongRoPE); None if none do."""
+    rope = getattr(config.get_text_config(), "rope_parameters", None) or {}
+    kinds = [rope, *(own for own in rope.values() if isinstance(own, dict))]
+    long = (own.get("original_max_position_embeddings") for own in kinds if own.get("rope_type") == "longrope")
+    return min((most for most in long if most), default=None)
+
+
 def is_rotary(model: PreTrainedModel) -> bool:
     """True if the positions of the model are rotary: it notices how far tokens stand apart, and not where."""
     return any(name.endswith("rotary_emb") for name, _ in model.named_modules())
