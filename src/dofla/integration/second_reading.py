@@ -13,8 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import Cache, DynamicCache, PreTrainedConfig, PreTrainedModel
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+from transformers import Cache, DynamicCache, DynamicLayer, PreTrainedConfig, PreTrainedModel
 
 from dofla.attention.importance import attention_and_importance
 from dofla.errors import DoflaError
@@ -195,7 +194,7 @@ def _read_again(
 def _copied(layer: Any) -> Any:
     """A layer that can be read into while the other stays as it is."""
     own = copy(layer)
-    if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):  # which write nothing in place
+    if type(layer) is not DynamicLayer:  # which writes nothing in place
         vars(own).update(deepcopy(_detached(vars(layer))))  # tensors with gradients are not copied
     return own
 
