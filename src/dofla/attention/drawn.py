@@ -7,7 +7,7 @@ from torch import Tensor
 
 from dofla.attention.constants import DECAY, LOG_ZERO
 from dofla.attention.importance import attention_and_importance
-from dofla.attention.state import accumulable
+from dofla.attention.kernel import exact_scores
 
 NEIGHBORS = 64
 """Queries right after a token whose attention to it does not count: neighbors say little of who needs it later."""
@@ -45,11 +45,12 @@ class Drawn:
 
 def exact_causal(query: Tensor, line: Line, window: int, sinks: int, scaling: float) -> tuple[Tensor, Drawn]:
     """Output [B, H, L, dv] of queries [B, H, L, d] of a line's last tokens, zeros for padding; and what tokens drew."""
-    real = line.rank >= 0
-    out, total = attention_and_importance(query, *line.vectors, scaling, len(line), near=NEIGHBORS, real=real)
+    real, whole = line.rank >= 0, len(line) == query.shape[2] and not line.padded  # cached tokens have free slots
+    seen = None if whole else real
+    out, total = attention_and_importance(query, *line.vectors, scaling, len(line), near=NEIGHBORS, real=seen)
     if line.padded:
         out = out * real[:, :1, -query.shape[2] :, None]  # a query that is padding sees nothing
-    lately = _lately(query[:, :, -LATELY:], accumulable(line.key), line.rank >= sinks, window, scaling)
+    lately = _lately(query[:, :, -LATELY:], line.key, line.rank >= sinks, window, scaling)
     return out, Drawn(total.float(), lately)
 
 
@@ -59,8 +60,7 @@ def _lately(query: Tensor, key: Tensor, far: Tensor, window: int, scaling: float
     length, place = query.shape[2], torch.arange(key.shape[2], device=query.device)
     hidden = (place[-length:, None] - place < window) | ~far.unsqueeze(2)
     hidden = hidden.unsqueeze(2)  # [B, Hkv, 1, L, P]
-    asked = (accumulable(query) * scaling).unflatten(1, (key.shape[1], -1))
-    scores = (asked.flatten(2, 3) @ key.mT).unflatten(2, asked.shape[2:4]).masked_fill_(hidden, LOG_ZERO)
+    scores = exact_scores(query, key, scaling).unflatten(1, (key.shape[1], -1)).masked_fill_(hidden, LOG_ZERO)
     share = scores.softmax(-1).masked_fill_(hidden, 0)  # of a query that sees none of them all weights are alike
     decay = (1 - 1 / DECAY) ** torch.arange(length - 1, -1, -1, dtype=torch.float32, device=query.device)
     return (share.square_() * decay.unsqueeze(-1)).sum((2, 3))
