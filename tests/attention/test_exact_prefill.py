@@ -1,5 +1,7 @@
 """Exact prefill: outputs are those of softmax attention in float64, and the retained tokens those of highest score."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from arithmetic import sum_error
@@ -10,6 +12,7 @@ from hypothesis import strategies as st
 from dofla.attention import LOG_ZERO, HeadSizes
 from dofla.attention.constants import DECAY, GAIN, MOST_SCORE
 from dofla.attention.drawn import LATELY, NEIGHBORS
+from dofla.attention.prefill import LAST, LATELY_WEIGHT, LEAST_AT_ONCE, _importance
 
 DIM, GROUPS = 16, 2
 SIZES = st.lists(
@@ -42,15 +45,20 @@ def softmax(query, key, value):
     return share @ value, share
 
 
-def scores_of(share, window, sinks):
-    """The scores of tokens [L] by the weights of a KV head's queries [G, L, L]."""
+def drawn_in_all(share):
+    """Attention that tokens [L] drew, by the weights of a KV head's queries [G, L, L]."""
+    place = torch.arange(share.shape[-1])
+    return (share * (place[:, None] - place >= NEIGHBORS)).square().sum((0, 1))
+
+
+def drawn_lately(share, window, sinks, last):
+    """Likewise from the last queries."""
     length = share.shape[-1]
     distance = torch.arange(length)[:, None] - torch.arange(length)
     far = share * (distance >= window) * (torch.arange(length) >= sinks)
     far = far / far.sum(-1, keepdim=True).clamp_min(1e-300)
     decay = (1 - 1 / DECAY) ** torch.arange(length - 1, -1, -1, dtype=torch.float64)[:, None]
-    lately = (far.square() * decay * (torch.arange(length) >= length - LATELY)[:, None]).sum((0, 1))
-    return (share * (distance >= NEIGHBORS)).square().sum((0, 1)) + lately
+    return (far.square() * decay * (torch.arange(length) >= length - last)[:, None]).sum((0, 1))
 
 
 def held_tokens(heads, state):
@@ -83,11 +91,12 @@ def held_positions(heads, state, key):
     return {own: torch.cdist(k, key[own]).argmin(-1).tolist() for own, (k, _) in held_tokens(heads, state).items()}
 
 
-@given(SIZES, st.integers(2, 180), st.integers(0, 100))
-@settings(max_examples=30)
-def test_output_is_exact_and_the_tokens_of_highest_score_are_retained(sizes, length, seed):
+@given(SIZES, st.integers(2, 180), st.booleans(), st.integers(0, 100))
+@settings(max_examples=50)
+def test_output_is_exact_and_the_tokens_of_highest_score_are_retained(sizes, length, important, seed):
     heads, inputs = sample(seed, sizes, 2, length)
-    out, state = step(heads, inputs, exact=True)
+    importance = torch.rand(2, len(sizes), length, generator=torch.Generator().manual_seed(seed)).square()
+    out, state = step(heads, inputs, exact=True, importance=importance if important else None)
     right, share = softmax(*inputs)
     assert (out - right).abs().max() <= 8 * sum_error(length + DIM, float(inputs[2].abs().max()) * 20)
     for (n, head), positions in held_positions(heads, state, inputs[1]).items():
@@ -96,7 +105,9 @@ def test_output_is_exact_and_the_tokens_of_highest_score_are_retained(sizes, len
         must = {*range(min(size.sinks, length)), *range(max(0, length - size.window - size.newest), length)}
         assert must <= held
         assert len(held) == min(length, len(must) + size.heavy_hitters)
-        score = scores_of(share[n, GROUPS * head : GROUPS * (head + 1)], size.window, size.sinks)
+        own = share[n, GROUPS * head : GROUPS * (head + 1)]
+        lately = drawn_lately(own, size.window, size.sinks, LAST if important else LATELY)
+        score = importance[n, head] + LATELY_WEIGHT * lately if important else drawn_in_all(own) + lately
         free = [x for x in range(length) if x not in must]
         chosen, left = [x for x in free if x in held], [x for x in free if x not in held]
         if chosen and left:
@@ -127,6 +138,46 @@ def test_important_tokens_are_retained_and_decode_goes_on_with_their_scores(size
                 kept = [x for x in sorted(there[n, head]) if sizes[head].sinks <= x < length - sizes[head].window]
                 wanted = (GAIN * importance[n, head, kept].flip(0)).round().clamp(max=MOST_SCORE)  # the newest first
                 assert torch.equal(score[score >= 0].float(), wanted)
+
+
+def test_important_tokens_stay_however_much_is_read_after_them(monkeypatch):
+    monkeypatch.setattr("dofla.attention.prefill.MOST_TOKENS", 60)  # at once, of a call
+    sizes = [HeadSizes(5, 2, 4, 6), HeadSizes(5, 2, 4, 20), HeadSizes(9, 2, 4, 6)]
+    heads, inputs = sample(0, sizes, 2, 400)
+    inputs[0] *= 0.05  # they attend to all alike
+    importance, marked = torch.rand(2, 3, 400, generator=torch.Generator().manual_seed(0)) * 1e-3, [10, 33, 57, 70, 71]
+    importance[:, :, marked] = 7.0  # none is in a window as a call ends
+    state = None
+    for part in (slice(100), slice(100, 101), slice(101, 250), slice(250, 400)):
+        own = [x[:, :, part] for x in inputs]
+        out, state = step(heads, own, state, exact=True, importance=importance[:, :, part])
+        assert out.isfinite().all()
+    for positions in held_positions(heads, state, inputs[1]).values():
+        assert {*marked} <= {*positions}
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_a_few_tokens_that_go_on_are_read_as_without_importance(exact):
+    heads, inputs = sample(0, [HeadSizes(5, 2, 4, 6)] * 3, 2, 160)
+    importance = torch.rand(2, 3, 160, generator=torch.Generator().manual_seed(0)) * 4
+    first = [x[:, :, :100] for x in inputs]
+    for count, same in ((LEAST_AT_ONCE, False), (LEAST_AT_ONCE - 1, True)):
+        more, own = [x[:, :, -count:] for x in inputs], importance[:, :, -count:]
+        states = [
+            step(heads, more, step(heads, first, exact=exact)[1], exact=exact, importance=x)[1] for x in (own, None)
+        ]
+        assert torch.equal(*(state.rows for state in states)) == same
+
+
+def test_tokens_in_the_window_have_the_mean_importance_where_theirs_is_not_known():
+    known, past = torch.tensor([[[1.0, 2.0, 6.0, 7.0]]]), SimpleNamespace(window=range(2))
+    for part, held, right in (
+        (slice(0, 3), past, [0, 0, 3, 3, 1, 2, 6]),
+        (slice(1, 4), past, [0, 0, 4, 1, 2, 6, 7]),
+        (slice(3, 4), past, [0, 0, 0, 0, 2, 6, 7]),
+        (slice(0, 4), None, [0, 0, 0, 1, 2, 6, 7]),
+    ):
+        assert _importance(known, part, held, 7)[0, 0].tolist() == right
 
 
 @given(SIZES, st.integers(2, 60), st.integers(0, 100))

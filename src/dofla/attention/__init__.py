@@ -21,6 +21,7 @@ from dofla.attention.compressed import CompressedHeads
 from dofla.attention.constants import LOG_ZERO
 from dofla.attention.eight_bits import PackedTokens, rounded
 from dofla.attention.group import HeadGroup
+from dofla.attention.importance import attention_and_importance
 from dofla.attention.kernel import exact_scores, log_kernel
 from dofla.attention.layout import CompressedState, HeadSizes, Layout
 from dofla.attention.naive import naive_attention
@@ -46,6 +47,7 @@ __all__ = [
     "TokenBuffer",
     "accumulable",
     "attend",
+    "attention_and_importance",
     "chunked",
     "exact_scores",
     "log_kernel",

@@ -12,7 +12,7 @@ from dofla.attention.call import Call
 from dofla.attention.chunked import chunked, recurrent
 from dofla.attention.coding import Coder
 from dofla.attention.coding.operations import CodeOperations
-from dofla.attention.drawn import exact_causal
+from dofla.attention.drawn import drawn_lately, exact_causal
 from dofla.attention.exact import ExactPart, merge
 from dofla.attention.layout import CompressedState, Layout, Layouts
 from dofla.attention.state import FeatureState, TokenBuffer, accumulable
@@ -50,7 +50,7 @@ REGISTERED: WeakValueDictionary[int, Compressed] = WeakValueDictionary()
 class Backend(CodeOperations):
     """Plain torch, for any device, with gradients."""
 
-    exact_causal = staticmethod(exact_causal)
+    exact_causal, drawn_lately = staticmethod(exact_causal), staticmethod(drawn_lately)
 
     def takes(self, vectors: Sequence[Tensor], others: Sequence[Tensor] = ()) -> bool:
         """True if the backend does calls with these queries, keys and values, and these other inputs."""

@@ -22,12 +22,15 @@ class Call(NamedTuple):
             stands in front of a sequence's first token.
         causal: whether queries see only earlier keys (and themselves).
         exact: whether several tokens attend exactly to one another, and those to retain are selected at the end of the
-            call (:func:`dofla.attention.prefill.exact_prefill`).
+            call (:func:`dofla.attention.prefill.exact_prefill`). Otherwise they attend to what the cache would hold if
+            they came one by one.
         in_place: whether the state may be overwritten with the one after the call.
         room: tokens of a sequence that a state is to have room for, in heads that hold every one; None for what it has.
         smoothing: what keys and queries are to go through first, if anything.
-        importance: [B, Hkv, L], sums of squared attention weights, by which an exact call retains tokens that begins a
-            sequence and has no queries (of theirs L is 0); None where the call's own queries decide.
+        importance: [B, Hkv, L], by which tokens are retained at the end of the call, beside the attention of its last
+            queries: the sums of the squared weights that they will get, measured or predicted. Where there are no
+            queries (of theirs L is 0), it decides alone. None where all queries of an exact call decide, or tokens are
+            evicted one by one as others come.
     """
 
     query: Tensor

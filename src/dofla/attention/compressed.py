@@ -17,7 +17,7 @@ from dofla.attention.group import HeadGroup
 from dofla.attention.heads import query_heads, select, write
 from dofla.attention.layout import CompressedState, Contents, HeadSizes, Layout, Layouts
 from dofla.attention.modules import ModuleList
-from dofla.attention.prefill import exact_prefill
+from dofla.attention.prefill import LAST, LEAST_AT_ONCE, MOST_TOKENS, exact_prefill
 from dofla.attention.state import masked, side_by_side
 from dofla.errors import DoflaError
 
@@ -69,11 +69,25 @@ class CompressedHeads(HeadGroup[CompressedState]):
         """See :class:`HeadGroup`; gradients do not pass. DoflaError for a call that is not causal."""
         if not call.causal:
             raise DoflaError("a compressed cache got a call that is not causal: keep the layer softmax (keep_softmax)")
-        backend = backend_for(call.vectors, () if call.log_weight is None else (call.log_weight,))
-        if call.exact and call.key.shape[-2] > 1:
+        backend, tokens = (
+            backend_for(call.vectors, () if call.log_weight is None else (call.log_weight,)),
+            call.key.shape[-2],
+        )
+        if state is not None and tokens < LEAST_AT_ONCE:
+            call = call._replace(importance=None)
+        if call.exact and tokens > 1:
             all_at_once = state is None and not self.evicts and call.importance is None
             held = self._hold_all(call, backend) if all_at_once else None
-            return held or self._exact_prefill(call.smoothed(), state, backend)
+            return held or self._exact_prefill(call, state, backend)
+        if call.importance is not None and tokens > 1:
+            out, _ = self._one_by_one(call._replace(in_place=False), state, backend)
+            return out, self._exact_prefill(call._replace(query=call.query[:, :, -LAST:]), state, backend)[1]
+        return self._one_by_one(call, state, backend)
+
+    def _one_by_one(
+        self, call: Call, state: CompressedState | None, backend: Backend
+    ) -> tuple[Tensor, CompressedState]:
+        """A call whose tokens come one after the other."""
         before = self._with_room(call, state)
         return backend.read_compressed(self, call, before) or self._read(call.smoothed(), before, backend)
 
@@ -82,13 +96,16 @@ class CompressedHeads(HeadGroup[CompressedState]):
         state. None if the backend has no kernels for it."""
         if (after := backend.hold(self, call)) is None:
             return None
-        real = None if call.log_weight is None else call.log_weight > LOG_ZERO
-        return causal(*call.vectors, call.scaling, None if real is None or real.all() else real), after
+        return _softmax(call), after
 
     def _exact_prefill(
         self, call: Call, state: CompressedState | None, backend: Backend
     ) -> tuple[Tensor, CompressedState]:
-        """An exact call: heads with one local window at once."""
+        """An exact call: heads with one local window at once, but for attention, where it needs nothing of theirs."""
+        whole = None
+        if state is None and call.importance is not None and call.query.shape[2] == call.key.shape[2] <= MOST_TOKENS:
+            whole, call = _softmax(call), call._replace(query=call.query[:, :, -LAST:])
+        call = call.smoothed()
         if state is None:  # nothing is looked up in an empty one
             layout, held = self._first_layout(call), None
         else:
@@ -105,10 +122,12 @@ class CompressedHeads(HeadGroup[CompressedState]):
             pieces.append(piece)
             order += query_heads(heads, call.groups)
             after |= zip(groups, contents, strict=True)
+        state = layout.close([after[n] for n in sorted(after)])
+        if whole is not None:
+            return whole, state
         out = pieces[0] if len(pieces) == 1 else torch.cat(pieces, 1)
         # All heads at once: a GPU would take a launch to copy each.
-        out = select(out, sorted(range(len(order)), key=order.__getitem__))
-        return out, layout.close([after[n] for n in sorted(after)])
+        return select(out, sorted(range(len(order)), key=order.__getitem__)), state
 
     def _first_layout(self, call: Call) -> Layout:
         """The layout of the state that begins with a call."""
@@ -146,6 +165,12 @@ class CompressedHeads(HeadGroup[CompressedState]):
             write(piece.to(out.dtype), out, query_heads(heads, call.groups))
             after.append(kept)
         return out, layout.close(after)
+
+
+def _softmax(call: Call) -> Tensor:
+    """Softmax attention of a call that begins a sequence."""
+    real = None if call.log_weight is None else call.log_weight > LOG_ZERO
+    return causal(*call.vectors, call.scaling, None if real is None or real.all() else real.unsqueeze(1))
 
 
 def _attend(call: Call, window: int, tier: Tier, held: Contents, backend: Backend) -> tuple[Tensor, Contents]:

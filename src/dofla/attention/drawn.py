@@ -29,6 +29,10 @@ class Line:
     def __len__(self) -> int:
         return self.key.shape[2]
 
+    def whole(self, queries: int) -> bool:
+        """True if all of its tokens are real, and those of so many queries: cached ones have free slots."""
+        return len(self) == queries and not self.padded
+
     @property
     def vectors(self) -> tuple[Tensor, Tensor]:
         return self.key, self.value
@@ -40,25 +44,25 @@ class Drawn:
     weights among the tokens outside the local window and the sinks, of queries that count a 64th less than the next."""
 
     total: Tensor  # summed over the call's queries but the NEIGHBORS after the token
-    lately: Tensor  # ... over the last queries
+    lately: Tensor | None  # ... over the last queries, if there are any
 
 
 def exact_causal(query: Tensor, line: Line, window: int, sinks: int, scaling: float) -> tuple[Tensor, Drawn]:
     """Output [B, H, L, dv] of queries [B, H, L, d] of a line's last tokens, zeros for padding; and what tokens drew."""
-    real, whole = line.rank >= 0, len(line) == query.shape[2] and not line.padded  # cached tokens have free slots
+    real, whole = line.rank >= 0, line.whole(query.shape[2])
     seen = None if whole else real
     out, total = attention_and_importance(query, *line.vectors, scaling, len(line), near=NEIGHBORS, real=seen)
     if line.padded:
         out = out * real[:, :1, -query.shape[2] :, None]  # a query that is padding sees nothing
-    lately = _lately(query[:, :, -LATELY:], line.key, line.rank >= sinks, window, scaling)
-    return out, Drawn(total.float(), lately)
+    return out, Drawn(total.float(), drawn_lately(query, line, window, sinks, scaling))
 
 
-def _lately(query: Tensor, key: Tensor, far: Tensor, window: int, scaling: float) -> Tensor:
-    """Attention lately [B, Hkv, P] of the last queries [B, H, L, d], to the tokens that are ``far`` [B, Hkv, P] enough
-    from the first, and at least ``window`` behind."""
+def drawn_lately(query: Tensor, line: Line, window: int, sinks: int, scaling: float) -> Tensor:
+    """Attention that a line's tokens drew lately [B, Hkv, P] from queries [B, H, L, d] of its last tokens: ``sinks``
+    others stand before them, and they are at least ``window`` behind a query."""
+    query, key, far = query[:, :, -LATELY:], line.key, line.rank >= sinks
     length, place = query.shape[2], torch.arange(key.shape[2], device=query.device)
-    hidden = (place[-length:, None] - place < window) | ~far.unsqueeze(2)
+    hidden = (place[len(line) - length :, None] - place < window) | ~far.unsqueeze(2)
     hidden = hidden.unsqueeze(2)  # [B, Hkv, 1, L, P]
     scores = exact_scores(query, key, scaling).unflatten(1, (key.shape[1], -1)).masked_fill_(hidden, LOG_ZERO)
     share = scores.softmax(-1).masked_fill_(hidden, 0)  # of a query that sees none of them all weights are alike

@@ -1,13 +1,14 @@
 """Exact prefill: the tokens of a call attend exactly to what the cache holds and to one another, and those to retain
 are selected once, at the end of the call.
 
-The score of a token is the sum of its squared attention weights over the queries of the call, as in H2O (Zhang et al.
-2023, arXiv 2306.14048) but for the square and for the queries right after the token; and over the last queries once
-more, as decode counts (:mod:`dofla.attention.coding.heavy_hitters`). The scores that decode goes on with are what a
-token drew from a query in the mean of the whole call: by the last queries alone, what the selection retained would soon
-be evicted.
+The score of a token is its importance, measured or predicted, and the sum of its squared attention weights over the
+last queries, as decode counts (:mod:`dofla.attention.coding.heavy_hitters`). Torch's own attention does the rest. Where
+importance is not known, the sum over all queries of the call stands in its place, as in H2O (Zhang et al. 2023, arXiv
+2306.14048) but for the square and for the queries right after the token. Then the scores that decode goes on with are
+what a token drew from a query in the mean of the whole call: by the last queries alone, what the selection retained
+would soon be evicted.
 
-Where every head holds every token, there is nothing to select, and torch's own attention does the rest.
+Where every head holds every token, there is nothing to select.
 
 All KV heads with one local window are done at once, whatever the sizes of their tiers, and in the order of their
 groups: on a GPU a prompt of some thousand tokens takes as long as its kernels are many.
@@ -40,6 +41,14 @@ MOST_TOKENS = 8192
 """Tokens at once: longer calls are read in several parts, in constant memory and linear time."""
 _LATER = 1e-30
 """Increase of the score from one position to the next: among tokens that drew no attention, the newest are retained."""
+HALF_LIFE = 8192
+"""Tokens that are read at once after which importance is halved: text without end is not known by its beginning."""
+LEAST_AT_ONCE = 64
+"""Tokens of a call that goes on from a cache, from which on importance decides; fewer come one by one."""
+LAST = 128
+"""Last queries whose attention counts beside importance."""
+LATELY_WEIGHT = 4.0
+"""Attention of the last queries beside importance, which is of a whole second reading (docs/research/cache.md)."""
 _REMEMBERED = 4 * DECAY
 """Queries whose mean attention a score is, which decode goes on with: so many as decays leave of equal ones, times what
 weights are larger among the tokens of the tier alone (benchmarks/quality/prefill.py)."""
@@ -51,28 +60,44 @@ def exact_prefill(
     """Exact causal attention of a call of KV heads whose caches have one window and one number of sinks.
 
     The tiers and what the caches hold are those of each group of heads, in their order; None: nothing yet. Returns
-    output [B, H, L, dv] in the dtype of the values, and what the caches hold after.
+    output [B, H, L, dv] in the dtype of the values, and what the caches hold after. There may be the last queries only,
+    or none, where the importance of tokens is known: then the output means nothing.
     """
     (query, key, value), outs, contents = call.vectors, [], list(held or ())
-    importance, grow = call.importance, all(tier.grows for tier in tiers)
-    most = MOST_TOKENS if importance is None and not grow else key.shape[2]
-    for start in range(0, key.shape[2], most):
-        part = slice(start, start + most)
+    grow, asked, length = all(tier.grows for tier in tiers), query.shape[2] == key.shape[2], key.shape[2]
+    most = MOST_TOKENS if query.shape[2] and not grow else length
+    for start in range(0, length, most):
+        part = slice(start, min(start + most, length))
         log_weight = None if call.log_weight is None else call.log_weight[:, part]
         padded = log_weight is not None and not bool((log_weight == 0).all())
         new = masked(key[:, :, part], value[:, :, part], log_weight if padded else None)
         past = _Held.of(tiers, contents, backend) if contents else None
         line = _line(past, new, padded)
-        if importance is not None:
-            out, drawn = call.new_output(), None
-        elif grow:
-            real = None if past is None and not padded else line.rank[:, 0] >= 0  # of all heads
-            out, drawn = causal(query[:, :, part], *line.vectors, call.scaling, real), None
+        asks, near, drawn = query[:, :, part], (groups[0].window, groups[0].sinks, call.scaling), None
+        if not asked:
+            asks = query[:, :, : LAST * (part.stop == length)]
+        if call.importance is None and not grow:
+            out, drawn = backend.exact_causal(asks, line, *near)
+        elif asked:
+            out = causal(asks, *line.vectors, call.scaling, None if line.whole(len(new)) else line.rank >= 0)
         else:
-            out, drawn = backend.exact_causal(query[:, :, part], line, groups[0].window, groups[0].sinks, call.scaling)
+            out = call.new_output()
+        if call.importance is not None and not grow:
+            lately = backend.drawn_lately(asks[:, :, -LAST:], line, *near) if asks.shape[2] else None
+            drawn = Drawn(_importance(call.importance, part, past, len(line)), lately)
         outs.append(out.to(value.dtype))
-        contents = _retained(tiers, groups, past, line, new, drawn, importance, backend)
+        contents = _retained(tiers, groups, past, line, new, drawn, call.importance is not None, backend)
     return outs[0] if len(outs) == 1 else torch.cat(outs, 2), contents
+
+
+def _importance(importance: Tensor, part: slice, past: _Held | None, tokens: int) -> Tensor:
+    """The importance of a line's tokens [B, Hkv, P], of which some are those of a part of the call, whose importance
+    [B, Hkv, L] is known. Of tokens that are in the window since earlier calls it is not: they have the mean."""
+    before = 0 if past is None else len(past.window)
+    known = importance[:, :, max(0, part.start - before) : part.stop].float()
+    unknown = max(0, before - part.start)
+    mean = known.mean(-1, keepdim=True).expand(-1, -1, unknown)
+    return F.pad(torch.cat([mean, known], 2), (tokens - unknown - known.shape[2], 0))
 
 
 @dataclass(frozen=True)
@@ -128,7 +153,7 @@ def _retained(
     line: Line,
     new: TokenBuffer,
     drawn: Drawn | None,
-    importance: Tensor | None,
+    important: bool,
     backend: Backend,
 ) -> list[Contents]:
     """The contents after the call: the first tokens as attention sinks, the last in the window, and in the tier,
@@ -147,7 +172,7 @@ def _retained(
     if len(window) < window_size and past is not None:
         window = past.window.shifted(window)
     behind = behind.masked_fill(line.rank < count, -1)
-    coded = _select(tiers, [own.slots for own in groups], past, line, drawn, importance, behind, len(new), backend)
+    coded = _select(tiers, [own.slots for own in groups], past, line, drawn, important, behind, len(new), backend)
     return [
         Contents(window.of_heads(own), sinks.of_heads(own), tokens)
         for tokens, own in zip(coded, _spans(tiers), strict=True)
@@ -173,28 +198,31 @@ def _select(
     past: _Held | None,
     line: Line,
     drawn: Drawn | None,
-    importance: Tensor | None,
+    important: bool,
     behind: Tensor,
     new: int,
     backend: Backend,
 ) -> list[CodedTokens]:
     """Tokens of each group's tier, of so many ``slots``, after the call, of which ``new`` are the call's. ``behind``
-    [B, Hkv, P] is how many tokens left the window after each that did, and negative of those that did not."""
+    [B, Hkv, P] is how many tokens left the window after each that did, and negative of those that did not. What was
+    ``drawn`` in all may be their importance."""
     device, most, tokens = behind.device, max(slots), len(line)
     sizes = [tier.key.heads for tier in tiers]
     newest = _of_heads([tier.newest for tier in tiers], sizes, device)
     recency, queries = _by_position(tokens, new, device)
-    if drawn is not None:
-        score, later = drawn.total + drawn.lately + recency, drawn.total / queries
-    elif importance is not None:
-        score, later = importance + recency, GAIN * importance
-    else:
+    left = 0.5 ** (new / HALF_LIFE) if important else (1 - 1 / DECAY) ** new  # of the scores that tokens have
+    if drawn is None:
         score, later = recency.expand(behind.shape), torch.zeros_like(behind, dtype=torch.float32)
+    else:
+        score, later = drawn.total + recency, drawn.total * GAIN if important else drawn.total / queries
+        if drawn.lately is not None:
+            score = score + drawn.lately * (LATELY_WEIGHT if important else 1)
+            later = later + drawn.lately * (GAIN if important else 0)
     held = 0 if past is None else len(past.sinks) + past.score.shape[2]
     if past is not None and drawn is not None:
-        before = slice(len(past.sinks), held)
-        score[:, :, before] += past.score.clamp_min(0) / GAIN
-        later[:, :, before] += past.score.clamp_min(0) * (1 - 1 / DECAY) ** new
+        before, scored = slice(len(past.sinks), held), past.score.clamp_min(0)
+        score[:, :, before] += scored / GAIN
+        later[:, :, before] += scored * left
     score = score.masked_fill(behind < newest, torch.inf).masked_fill(behind < 0, -1.0)
     best = score.topk(min(most, tokens), -1)
     fits = best.values >= 0

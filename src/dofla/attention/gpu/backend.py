@@ -100,11 +100,24 @@ class Triton(Backend):
 
     def exact_causal(self, query: Tensor, line: Line, window: int, sinks: int, scaling: float) -> tuple[Tensor, Drawn]:
         dim, value_dim = line.key.shape[-1], line.value.shape[-1]
-        # Flash attention takes keys and values of one size, of 256 numbers at most.
-        if query.dtype != torch.bfloat16 or line.padded or dim != value_dim or dim > 256:
+        # Flash attention takes keys and values of one size.
+        if not _draws(query, line) or dim != value_dim:
             return super().exact_causal(query, line, window, sinks, scaling)
         from dofla.attention.gpu.drawn import drawn, flash_attention
 
         line = replace(line, key=line.key.to(query.dtype), value=line.value.to(query.dtype))
         out, normalizer = flash_attention(query, line, scaling)
         return out, drawn(query, line, normalizer, window, sinks, scaling)
+
+    def drawn_lately(self, query: Tensor, line: Line, window: int, sinks: int, scaling: float) -> Tensor:
+        if not _draws(query, line):
+            return super().drawn_lately(query, line, window, sinks, scaling)
+        from dofla.attention.gpu.drawn import drawn_lately
+
+        return drawn_lately(query, replace(line, key=line.key.to(query.dtype)), window, sinks, scaling)
+
+
+def _draws(query: Tensor, line: Line) -> bool:
+    """True if there are kernels for the attention that tokens draw from such queries: heads are of 256 numbers at most,
+    as those of flash attention."""
+    return query.dtype == torch.bfloat16 and not line.padded and line.key.shape[-1] <= 256

@@ -48,10 +48,21 @@ def flash_attention(query: Tensor, line: Line, scaling: float) -> tuple[Tensor, 
 
 def drawn(query: Tensor, line: Line, normalizer: Tensor, window: int, sinks: int, scaling: float) -> Drawn:
     """Attention that a line's tokens drew from queries [B, H, L, d] with log-normalizers [B, H, L] over all tokens."""
-    last, out = query[:, :, -LATELY:], normalizer.new_empty(2, *query.shape[:2], len(line))
-    squares(query, line, 0, normalizer, NEIGHBORS, scaling, out[0])
-    squares(last, line, sinks, normalizers(last, line, sinks, window, scaling), window, scaling, out[1], DECAY)
-    return Drawn(*out.unflatten(2, (line.key.shape[1], -1)).sum(3))
+    total = normalizer.new_empty(*query.shape[:2], len(line))
+    squares(query, line, 0, normalizer, NEIGHBORS, scaling, total)
+    return Drawn(_of_kv_heads(total, line), drawn_lately(query, line, window, sinks, scaling))
+
+
+def drawn_lately(query: Tensor, line: Line, window: int, sinks: int, scaling: float) -> Tensor:
+    """Attention that a line's tokens drew lately [B, Hkv, P] from queries [B, H, L, d] of its last tokens."""
+    last = query[:, :, -LATELY:]
+    out = torch.empty(*query.shape[:2], len(line), dtype=torch.float32, device=query.device)
+    squares(last, line, sinks, normalizers(last, line, sinks, window, scaling), window, scaling, out, DECAY)
+    return _of_kv_heads(out, line)
+
+
+def _of_kv_heads(x: Tensor, line: Line) -> Tensor:
+    return x.unflatten(1, (line.key.shape[1], -1)).sum(2)
 
 
 def squares(
