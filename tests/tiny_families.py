@@ -138,11 +138,13 @@ def own_student(family: str, kind: str = "plain") -> PreTrainedModel:
     """A linearized model the caller may change, or with the kind ``compressed`` one with a compressed cache.
 
     Those that keep eight bits or codes are in float64: where two ways to the same number differ in its last digit, they
-    may differ by a whole step after rounding.
+    may differ by a whole step after rounding. The compressed cache reads prompts token by token, so that it does not
+    matter how a text is cut.
     """
     model = teacher(family)
     if kind == "compressed":
-        return compress(model.double(), tokens(4, 48), tokens=48, head_budgets="even")
+        options = {"head_budgets": "even", "prefill": "sequential"}
+        return compress(model.double(), tokens(4, 48), tokens=48, **options)
     model = model.double() if kind == "eight_bits" else model
     return dofla.linear.linearize(model, plan_for(model, kind))
 

@@ -112,7 +112,8 @@ def test_every_pass_is_reported(tiny, tokenizer):
     model, seen = tiny.llama(vocab_size=2048), []
     found = dofla.calibrate(model, windows(tiny, 8), tokenizer=tokenizer, progress=lambda *x: seen.append(x))
     stages = [stage for stage, _, _ in seen]  # after each layer of each window, or after each window
-    assert stages == 16 * ["directions"] + ["copies"] + 7 * ["head budgets"] + 2 * ["retrieval heads"]
+    later = 7 * ["head budgets"] + 9 * ["importance"] + 2 * ["retrieval heads"]
+    assert stages == 16 * ["directions"] + ["copies"] + later
     assert [0] < [x[1] for x in seen] == sorted({x[1] for x in seen})
     assert {x[2] for x in seen} == {seen[-1][1]}
     assert not hasattr(model, "_dofla_softmax_implementation")
@@ -121,7 +122,7 @@ def test_every_pass_is_reported(tiny, tokenizer):
     assert "held_out" not in together.made_by  # a single batch
     seen.clear()
     dofla.calibrate(model, windows(tiny, 8), head_budgets="even", progress=lambda *x: seen.append(x))
-    assert [x[0] for x in seen] == 16 * ["directions"]
+    assert {x[0] for x in seen} == {"directions", "importance"}
 
 
 @pytest.mark.parametrize("losses", [(0.2, 0.1, 0.3), (0.1, 0.2, 0.3), (0.3, 0.2, 0.1), (0.1, 0.1, 0.1)])

@@ -17,7 +17,7 @@ from dofla.integration.interface import dofla_attention, softmax_attention
 
 
 def compressed(model, slots=48, **options):
-    return compress(model, tokens(4, 48), slots, head_budgets="even", **options)
+    return compress(model, tokens(4, 48), slots, **{"head_budgets": "even", "prefill": "sequential", **options})
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -15,7 +15,7 @@ from dofla.integration.converted import Converted
 
 
 def compressed(model, slots=48):
-    return compress(model, tokens(4, 48), slots, head_budgets="even")
+    return compress(model, tokens(4, 48), slots, head_budgets="even", prefill="sequential")
 
 
 @pytest.mark.parametrize(

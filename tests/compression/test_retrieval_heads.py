@@ -8,7 +8,6 @@ import torch
 from sizes import size_of
 
 import dofla
-from dofla.compression.plan import compressed_plan
 from dofla.compression.retrieval import by_layer, count_of, rank_heads
 from dofla.compression.target import Target
 from dofla.data.facts import Facts
@@ -45,7 +44,7 @@ def test_they_hold_every_token_and_the_others_pay(tiny, tokenizer):
     assert not hasattr(model, "_dofla_softmax_implementation")
     assert f"the first ten in rank: {' '.join(map(str, found.retrieval[0]))}" in str(found)
     size, target = size_of(model, 120), Target.of(model, REACH)
-    before, plan = (compressed_plan(target, size, head_budgets=found.head_budgets(count)) for count in (0, 1))
+    before, plan = (found.plan(target, size, count) for count in (0, 1))
     held, held_before, first = slots(plan), slots(before), found.retrieval[0]
     assert held[first] == math.inf
     assert all(held[place] >= held_before[place] for place in held.keys() - {first})  # it needs no share

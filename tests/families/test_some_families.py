@@ -32,6 +32,8 @@ QUICK = ["cohere2", "gemma4_text", "lfm2_moe", "mixtral", "qwen3_5_text", "stabl
 MORE = ["ernie4_5", "exaone4", "glm4", "granite", "granitemoe", "helium", "hunyuan_v1_dense", "nemotron", "olmo3"]
 MORE += ["olmoe", "gemma3n_text", "llama4_text", "phi3", "phimoe", "qwen2_moe", "qwen3_moe", "qwen3_next", "seed_oss"]
 MORE += ["smollm3", "starcoder2"]
+AS_IT_IS_CUT = {"head_budgets": "even", "prefill": "sequential"}
+"""Options with which it does not matter how a text is cut into calls."""
 RECURRENT = ["qwen3_5_text", "qwen3_next"]
 """Of which the states are computed in float32 else."""
 CLOSE = 1e-5
@@ -61,7 +63,7 @@ def test_where_nothing_has_left_the_window_a_family_is_as_it_was(model, tiny):
 def test_a_family_writes_with_a_memory_that_fades_and_is_given_back(model, tiny):
     ids = tiny.tokens(1, 60)
     before = model(ids).logits
-    student = compress(model, tiny.tokens(6, 64, seed=1), tokens=48, head_budgets="even")
+    student = compress(model, tiny.tokens(6, 64, seed=1), tokens=48, **AS_IT_IS_CUT)
     after, cache = student(ids).logits, DynamicCache(config=student.config)
     pieces = [student(part, past_key_values=cache).logits for part in ids.split([40, 1, 1, 18], dim=1)]
     assert torch.allclose(torch.cat(pieces, 1), after, atol=CLOSE * after.abs().max())
@@ -123,7 +125,7 @@ def test_a_model_whose_layers_look_at_pictures_writes_without_one(tiny):
         model = MllamaForCausalLM(config).eval()
     ids = tiny.tokens(2, 60)
     options = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False}
-    student = compress(model, tiny.tokens(6, 64, seed=1), tokens=48, head_budgets="even")
+    student = compress(model, tiny.tokens(6, 64, seed=1), tokens=48, **AS_IT_IS_CUT)
     assert len(Converted.of(student).layers) == 1
     assert torch.equal(student.generate(ids, **options), student.generate(ids, use_cache=False, **options))
 
@@ -133,7 +135,8 @@ def test_a_model_whose_layers_look_at_pictures_writes_without_one(tiny):
 @torch.no_grad()
 def test_layers_that_share_keys_stay_softmax_and_the_cache_is_right(family, head_budgets, tiny):
     model = in_float64(build(family, torch.float64))
-    student = compress(model, tiny.tokens(6, 128, seed=1), tokens=96, head_budgets=head_budgets)
+    options = AS_IT_IS_CUT | {"head_budgets": head_budgets}
+    student = compress(model, tiny.tokens(6, 128, seed=1), tokens=96, **options)
     assert [layer.name for layer in Converted.of(student).plan.converted] == ["model.layers.0.self_attn"]
     ids, cache = tiny.tokens(2, 120), DynamicCache(config=student.config)
     pieces = [student(part, past_key_values=cache).logits for part in ids.split([70, *[1] * 20, 30], dim=1)]
@@ -143,15 +146,16 @@ def test_layers_that_share_keys_stay_softmax_and_the_cache_is_right(family, head
     assert torch.allclose(last, whole[:, -1:], rtol=0, atol=1e-9 * whole.abs().max())
 
 
+@pytest.mark.parametrize("prefill", ["auto", "twice"])
 @pytest.mark.parametrize("family", [*SHARING, "minicpm3", "jetmoe", "bamba"])
 @torch.no_grad()
-def test_a_prompt_is_read_twice_in_a_batch_as_alone(family, monkeypatch):
+def test_important_tokens_of_a_batch_are_those_of_each_prompt_alone(family, prefill, monkeypatch):
     """Where layers share keys, keys are made of latent ones, heads are more, or positions are not those of a cache."""
     monkeypatch.setattr("dofla.integration.second_reading.PIECE", 40)
     monkeypatch.setattr("dofla.integration.second_reading.BEFORE", 8)
     model, (alone, ids, mask) = in_float64(build(family, torch.float64)), padded((100, 63), "left")
     size = size_of(model, 48, None)
-    dofla.compress(model, tokens(4, 96), size, head_budgets="even", prefill="twice", keep_softmax=None)
+    dofla.compress(model, tokens(4, 96), size, head_budgets="even", prefill=prefill, keep_softmax=None)
     options = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
     together = model.generate(ids, attention_mask=mask, **options)[:, ids.shape[1] :]
     for row, own in zip(together, alone, strict=True):

@@ -48,7 +48,8 @@ def call(layer, vectors, weight, states=None, keeps_states=True):
     run = partial(layer, scaling=SCALING)
     if weight is None:
         return run(*vectors, states=states)
-    return run_padded(run, *vectors, weight, states, keeps_states=keeps_states, in_place=False, join=layer.joined)
+    vectors = (*vectors, weight, None)
+    return run_padded(run, vectors, states, keeps_states=keeps_states, in_place=False, join=layer.joined)
 
 
 def in_calls(layer, vectors, weight, bounds):

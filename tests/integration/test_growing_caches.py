@@ -20,7 +20,7 @@ def model(tiny, request):
     model, options = tiny.llama(), {"evict": False, "prefill": "sequential"}
     calibration = dofla.calibrate(model, tiny.tokens(2, 48))
     if request.param == "one head":
-        options = {"size": 6000, "head_budgets": "even", "retrieval_heads": 1}
+        options |= {"evict": True, "size": 6000, "head_budgets": "even", "retrieval_heads": 1}
         object.__setattr__(calibration, "retrieval", [("model.layers.1.self_attn", 0)])
     return dofla.compress(model, calibration=calibration, **options)
 

@@ -83,17 +83,17 @@ def test_where_nothing_is_evicted_a_sequence_begins_exactly_and_goes_on_token_by
             assert not torch.allclose(read(model, ids[:, :120], **at).logits, right, atol=1e-2)
 
 
-@pytest.mark.parametrize("prefill", ["auto", "sequential"])
-def test_on_a_cpu_and_without_a_cache_tokens_are_read_one_after_the_other(tiny, windows, prefill):
+def test_without_a_cache_tokens_are_read_one_after_the_other(tiny, windows):
     ids = windows[:1]
-    model = compressed(tiny, windows, prefill)
+    model = compressed(tiny, windows, "sequential")
     with torch.no_grad():
         single = model(input_ids=ids, use_cache=False).logits
     assert torch.allclose(read(model, ids).logits, single, atol=1e-4)
-    assert torch.equal(compressed(tiny, windows, "exact")(input_ids=ids, use_cache=False).logits, single)
+    for prefill in ("auto", "exact"):
+        assert torch.equal(compressed(tiny, windows, prefill)(input_ids=ids, use_cache=False).logits, single)
 
 
-@pytest.mark.parametrize("prefill", ["exact", "twice"])
+@pytest.mark.parametrize("prefill", ["auto", "exact", "twice"])
 def test_decoding_goes_on_after_an_exact_prefill(tiny, windows, prefill):
     """Left-padded rows are continued as those rows alone are."""
     model, ids = compressed(tiny, windows, prefill), windows[:2].clone()
@@ -120,7 +120,7 @@ def attention_again(model, ids, pieces):
 
 
 def test_a_prompt_is_important_by_its_second_reading(tiny, windows, seen, monkeypatch):
-    """Of padded rows too, wherever the padding stands; what follows, and single tokens, are read once."""
+    """Of padded rows too, wherever the padding stands; what follows is read once, by predictions, and single tokens."""
     monkeypatch.setattr("dofla.integration.second_reading.PIECE", 90)
     monkeypatch.setattr("dofla.integration.second_reading.BEFORE", 8)
     model, ids = compressed(tiny, windows, "twice"), windows[:2]
@@ -141,18 +141,21 @@ def test_a_prompt_is_important_by_its_second_reading(tiny, windows, seen, monkey
             assert not found[row, :, :before].any()  # padding, which layers get in front
             torch.testing.assert_close(found[row, :, before:], wanted, rtol=1e-4, atol=1e-6)
     read(model, ids[:, :9], cache, attention_mask=torch.cat([mask, mask[:, 30:39]], 1))
+    predicted, seen[:] = seen[layers:], []
+    assert all(importance.shape == (2, 2, 9) for importance in predicted)
     read(model, ids[:, :1])
-    assert all(importance is None for importance in seen[layers:])
+    assert all(importance is None for importance in seen)
 
 
-def test_a_second_reading_serves_beams_assistants_saved_prompts_and_sessions(tiny, windows, seen, tmp_path):
-    model, ids = compressed(tiny, windows, "twice"), windows[:1]
+@pytest.mark.parametrize("prefill", ["auto", "twice"])
+def test_importance_serves_beams_assistants_saved_prompts_and_sessions(tiny, windows, seen, tmp_path, prefill):
+    model, ids = compressed(tiny, windows, prefill), windows[:1]
     options = {"max_new_tokens": 5, "do_sample": False}
     wanted = model.generate(ids, **options)
     assert model.generate(ids, num_beams=2, **options).shape == wanted.shape
     assert torch.equal(model.generate(ids, cache_implementation="static", **options), wanted)
     assert model.generate(ids, prompt_lookup_num_tokens=3, **options).shape == wanted.shape  # read once
-    cache = read_prompt(model, ids[:, :-1], chunk=50)
+    cache = read_prompt(model, ids[:, :-1], chunk=50 if prefill == "twice" else LENGTH)
     save_state(cache, ids[:, :-1], tmp_path / "prompt.safetensors", model)
     again = model.generate(ids, **{CACHE_ARGUMENT: load_state(tmp_path / "prompt.safetensors", model)[1]}, **options)
     assert torch.equal(Session(model).generate(ids, **options), again)
@@ -197,7 +200,10 @@ def test_a_prompt_without_room_for_a_second_time_is_read_once(tiny, windows, see
     model.config.max_position_embeddings = 2 * LENGTH - 1
     read(model, windows[:1])
     assert "a prompt of 200 tokens is read once" in caplog.text
-    assert seen[-1] is None
+    predicted, once = seen[-len(model.model.layers) :], compressed(tiny, windows, "auto")
+    seen.clear()
+    read(once, windows[:1])
+    assert torch.equal(predicted[0], seen[0])  # later layers read what the ways of this one give
 
 
 def test_the_second_reading_stands_behind_the_first(tiny, windows, seen):

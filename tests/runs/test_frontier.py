@@ -37,7 +37,7 @@ def test_every_budget_is_judged_on_every_text_at_every_length(tiny):
     tried = [(x.size, x.text, x.length) for x in found.points]
     assert tried == [(size_of(model, b), text, n) for b in (12, 24) for text in ("a", "bc") for n in (40, 80)]
     assert [report for report in seen if report[0] == "sizes"] == [("sizes", 1, 2), ("sizes", 2, 2)]
-    once = 6 * ["directions"] + ["copies"] + 4 * ["head budgets"]
+    once = 6 * ["directions"] + ["copies"] + 4 * ["head budgets"] + ["importance"]
     assert [report[0] for report in seen if report[0] != "sizes"] == once  # calibration serves both
     assert not hasattr(model, "_dofla_softmax_implementation")
     student = compress(model, tokens, 12)

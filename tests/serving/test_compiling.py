@@ -28,8 +28,10 @@ from dofla.serving.compiled_model import PACKED, Weights, settings
 
 
 def compressed(family: str = "llama", dtype: torch.dtype = torch.float32, head_budgets: str = "even"):
-    """A call of our operator per layer, or with measured head budgets one per size of a head."""
-    return compress(teacher(family).to(dtype), tokens(4, 48), tokens=48, head_budgets=head_budgets)
+    """A call of our operator per layer, or with measured head budgets one per size of a head. Graphs read tokens one
+    after the other."""
+    options = {"head_budgets": head_budgets, "prefill": "sequential"}
+    return compress(teacher(family).to(dtype), tokens(4, 48), tokens=48, **options)
 
 
 def cache_of(student, kind: str):
@@ -107,7 +109,8 @@ def test_layers_with_features_are_one_graph_as_well(kind):
 @torch.no_grad()
 def test_a_window_as_long_as_all_positions_is_no_pattern_in_a_graph():
     config = MistralConfig(**teacher("llama").config.to_dict() | {"sliding_window": 512, "model_type": "mistral"})
-    model = compress(MistralForCausalLM(config).eval(), tokens(4, 48), tokens=48, head_budgets="even")
+    options = {"head_budgets": "even", "prefill": "sequential"}
+    model = compress(MistralForCausalLM(config).eval(), tokens(4, 48), tokens=48, **options)
     compiled_as_eager(model, "dynamic", tokens(2, 40), [20, *[1] * 6])
 
 

@@ -3,6 +3,7 @@
 import logging
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -15,6 +16,7 @@ from dofla.compression.calibration import Calibration
 from dofla.compression.directions import Directions, measure_directions
 from dofla.compression.eviction_error import EvictionErrors, streams
 from dofla.compression.head_budgets import divide, with_reading
+from dofla.compression.importance import measure_importance
 from dofla.compression.known import forget, interrupted, keep, unfinished
 from dofla.compression.memory import warn_of_memory, ways_out
 from dofla.compression.plan import bytes_for, even_bytes
@@ -22,13 +24,15 @@ from dofla.compression.reading_shares import SecondReading, reading_shares
 from dofla.compression.retrieval import needles_among, rank_heads
 from dofla.compression.target import Target, tokenizer_of
 from dofla.data import TokenWindows
+from dofla.data.python_text import python_text
 from dofla.display import Bar
 from dofla.distillation.objective import Objective
 from dofla.errors import DoflaError, check_choice, check_numbers
 from dofla.integration.offload import device_of
 from dofla.integration.placement import calibration_context, placed_over
-from dofla.integration.reading import windows_for
+from dofla.integration.reading import check_readable, windows_for
 from dofla.integration.recorder import AttentionCall, evaluation_mode, recording, run_body
+from dofla.integration.self_samples import token_windows
 from dofla.integration.surgery import as_teacher, restore
 from dofla.integration.wrapped import takes_model
 from dofla.plans.plan import held_out_line, kept_way
@@ -47,6 +51,8 @@ often those are read: by the original, and with each of three budgets."""
 COPY_DISTANCE, COPY_WEIGHT = 1024, 0.3
 """Tokens of the text that are also read twice in a row, so that heads count that copy from far back; and the weight of
 errors there beside those in the text. What the second reading attends to counts as well."""
+OWN_TEXTS, PYTHON_TEXTS = 3, 6
+"""Texts of so many tokens that are read twice for the importance of tokens: the windows', and Python's."""
 
 Batch = dict[str, Tensor]
 Progress = Callable[[str, int, int], None]
@@ -80,9 +86,10 @@ def calibrate(
 ) -> Calibration:
     """Measure what :func:`dofla.compress` needs to know of a model, whatever the size of its cache.
 
-    Measured are the means and directions of keys and values, and, unless ``head_budgets`` are even, the error of
-    eviction in each KV head, and how much of a text it attends to on a second reading, all by forward passes. Most
-    heads attend to little that is far, and a few retrieve (Wu et al. 2024, arXiv 2404.15574): those get the bytes.
+    Measured are the means and directions of keys and values, what predicts the importance of tokens, and, unless
+    ``head_budgets`` are even, the error of eviction in each KV head, and how much of a text it attends to on a second
+    reading, all by forward passes. Most heads attend to little that is far, and a few retrieve (Wu et al. 2024, arXiv
+    2404.15574): those get the bytes.
     Every sixth batch is held out: on it budgets that follow from the others are compared with budgets by eviction alone
     and with even ones, and the best are kept.
 
@@ -132,10 +139,11 @@ def measure(
     batches, measured = list(placed_over(text, batch_size, within)), head_budgets == "measured"
     others = batches[HELD_OUT] if measured else []
     short = [{name: x[:, :HELD_OUT_TOKENS] for name, x in batch.items()} for batch in others]
-    twice = _repeated(text, target.length)
+    twice, texts = _repeated(text, target.length), _texts(model, text, target.length, tokenizer)
     first = sum(map(_tokens, batches)) + measured * _tokens(twice)
     compared, documents = READINGS * sum(map(_tokens, short)), 0 if needles is None else needles.documents.tokens
-    work = Work(report, first + compared + documents)
+    again = 2 * sum(map(len, texts))
+    work = Work(report, first + compared + again + documents)
     warn_of_memory(model, max(*map(_tokens, batches), _tokens(twice), documents))
     data = (x for batch in batches for x in batch.values())
     key = digest(data, __version__, target.name, target.weights, model.dtype, layers, head_budgets)
@@ -145,13 +153,17 @@ def measure(
         found, costs, reading = _read(model, layers, batches, work, twice if measured else None)
         made_by = {"source": text.source, "tokens": text.tokens, "context": within}
         of = target.name, target.fingerprint, target.weights
-        made = Calibration(found, {}, costs, reading, (), (), *of, made_by)
+        made = Calibration(found, {}, costs, reading, {}, (), (), *of, made_by)
         keep(made, folder)
     work.done = first
     if measured and not made.shares:
         made = _compared(made, model, target, short, work)
         keep(made, folder)
     work.done = first + compared
+    if not made.importance:
+        made = replace(made, importance=measure_importance(model, layers, texts, partial(work, "importance")))
+        keep(made, folder)
+    work.done = first + compared + again
     if needles is not None:
         ranked = partial(work, "retrieval heads", documents / len(needles.documents) / len(layers))
         heads = rank_heads(model, layers, needles, ranked)
@@ -194,9 +206,30 @@ def _read(
 
 def _repeated(windows: TokenWindows, positions: int | None) -> Batch:
     """The first tokens of the text, twice in a row."""
+    return {"input_ids": _parts(windows, positions)[0].repeat(1, 2)}
+
+
+def _texts(
+    model: PreTrainedModel, windows: TokenWindows, positions: int | None, tokenizer: PreTrainedTokenizerBase | None
+) -> list[Tensor]:
+    """Texts that are read twice: the beginning of the windows', and with a tokenizer some that Python comes with, since
+    text that repeats itself does not tell what is important in other text."""
+    texts = [*_parts(windows, positions)[:OWN_TEXTS]]
+    if tokenizer is not None and (documents := python_text()):
+        length = len(texts[0])
+        more = token_windows(documents, tokenizer, length=length, windows=PYTHON_TEXTS, split="all").input_ids
+        with suppress(DoflaError):  # the tokenizer is another model's
+            check_readable(model, more, "the text")
+            texts += [*more]
+    return texts
+
+
+def _parts(windows: TokenWindows, positions: int | None) -> Tensor:
+    """The text in pieces of one length, of which one has room twice [n, L]."""
     ids, mask = windows.input_ids, windows.attention_mask
     ids = ids.flatten() if mask is None else ids[mask.bool()]
-    return {"input_ids": ids[: min(COPY_DISTANCE, (positions or 2 * COPY_DISTANCE) // 2)].repeat(1, 2)}
+    length = min(COPY_DISTANCE, (positions or 2 * COPY_DISTANCE) // 2, len(ids))
+    return ids[: len(ids) // length * length].view(-1, length)
 
 
 def _tokens(batch: Batch) -> int:

@@ -23,7 +23,7 @@ from dofla.display import Part, Result, table
 from dofla.errors import DoflaError, malformed
 from dofla.integration.converted import Converted
 from dofla.integration.surgery import convert, restore
-from dofla.plans.plan import held_out_line
+from dofla.plans.plan import Plan, held_out_line
 from dofla.storage.tensors import read_tensors, write_tensors
 
 logger = logging.getLogger(__name__)
@@ -32,7 +32,7 @@ SAME = 0.03
 """Relative difference of a few weights up to which models count as the same: eight bits change less (2.7 % of
 Qwen2.5-Coder-0.5B, which has outliers in its rows), and fine-tuning of all weights more."""
 _FORMAT = "3"
-_SIDES, _MEANS = ("queries", "keys", "values"), ("key_mean", "value_mean")
+_SIDES, _MEANS, _IMPORTANCE = ("queries", "keys", "values"), ("key_mean", "value_mean"), "importance"
 
 
 @dataclass(frozen=True)
@@ -46,6 +46,8 @@ class Calibration(Result):
             residual stream (:mod:`dofla.compression.eviction_error`); empty if not measured.
         reading: by module and for each KV head, how much of a text it attends to on a second reading
             (:mod:`dofla.compression.reading_shares`); empty if not measured.
+        importance: by module, weights by which the importance of tokens is predicted
+            (:class:`dofla.layers.ImportancePredictor`); empty if not measured.
         retrieval: all KV heads, those that needle retrieval depends on most first; empty if not ranked.
         attention: of each of them to needles (:func:`dofla.compression.retrieval.rank_heads`).
         model: its name.
@@ -60,6 +62,7 @@ class Calibration(Result):
     shares: Mapping[str, Sequence[float]] = field(default_factory=dict, repr=False)
     costs: Mapping[str, Sequence[float]] = field(default_factory=dict, repr=False)
     reading: Mapping[str, Sequence[float]] = field(default_factory=dict, repr=False)
+    importance: Mapping[str, Tensor] = field(default_factory=dict, repr=False)
     retrieval: Sequence[Head] = field(default=(), repr=False)
     attention: Sequence[float] = field(default=(), repr=False)
     model: str = ""
@@ -97,8 +100,7 @@ class Calibration(Result):
         bits: float = BITS,
     ) -> Converted:
         """Give a model a cache of so many bytes, or, for None, one in which all heads grow; in place and untried."""
-        budgets = self.head_budgets(retrieval_heads)
-        plan = compressed_plan(target, size, head_budgets=budgets, prefill=prefill, bits=bits)
+        plan = self.plan(target, size, retrieval_heads, prefill, bits)
         converted = convert(model, plan, sites=target.sites)
         converted.record.add_calibration(self.made_by)
         try:
@@ -108,11 +110,29 @@ class Calibration(Result):
             raise
         return converted
 
+    def plan(
+        self,
+        target: Target,
+        size: int | None,
+        retrieval_heads: int | str = 0,
+        prefill: str = "auto",
+        bits: float = BITS,
+    ) -> Plan:
+        """The plan of that cache."""
+        budgets = self.head_budgets(retrieval_heads)
+        plan = compressed_plan(target, size, head_budgets=budgets, prefill=prefill, bits=bits)
+        for layer in plan.compressed:
+            if layer.name in self.importance and not all(map(math.isinf, layer.slots)):
+                layer.input_width = self.importance[layer.name].shape[1] - 1
+        return plan
+
     def apply(self, converted: Converted) -> None:
         """Calibrate the coders of a model that has a compressed cache."""
         for name, layer in converted.layers.items():
             own = self.directions[name]
             own.calibrate(layer, own.weighing(converted.model))
+            if layer.predictor is not None:
+                layer.predictor.weight.copy_(self.importance[name])
 
     def parts(self) -> Iterator[Part]:
         """Head budgets of each module, and what eviction in it costs."""
@@ -135,6 +155,7 @@ class Calibration(Result):
     def save(self, path: str | Path) -> None:
         """Write it as one safetensors file, replacing what was there."""
         tensors = {f"{name}:{part}": tensor for name, own in self.directions.items() for part, tensor in _parts(own)}
+        tensors |= {f"{name}:{_IMPORTANCE}": weight for name, weight in self.importance.items()}
         names = "shares", "costs", "reading", "retrieval", "attention", "model", "fingerprint", "weights", "made_by"
         plain = {name: getattr(self, name) for name in names}
         plain["outputs"] = {name: own.output for name, own in self.directions.items()}
@@ -155,7 +176,8 @@ class Calibration(Result):
                 key_mean, value_mean = (tensors[f"{name}:{mean}"] for mean in _MEANS)
                 directions[name] = Directions(queries, keys, values, key_mean, value_mean, output)
             plain["retrieval"] = [(name, head) for name, head in plain["retrieval"]]
-            return cls(directions, **plain)
+            importance = {x: tensors[own] for x in directions if (own := f"{x}:{_IMPORTANCE}") in tensors}
+            return cls(directions, importance=importance, **plain)
 
 
 def difference(one: Sequence[float], other: Sequence[float]) -> float:

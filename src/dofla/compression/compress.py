@@ -83,10 +83,11 @@ def compress(
         batch_size: windows per pass.
         prefill: how a prompt is read into the cache. ``exact``: its tokens attend exactly to one another, and those to
             retain are selected at the end of each call, by the attention of all its queries. ``sequential``: token by
-            token, as decoding and :func:`dofla.evaluate` go on. ``auto``: exact on a GPU, where it is faster, and
-            without eviction in calls that begin a sequence, else sequential. ``twice``: a prompt that begins a sequence
-            is read twice by softmax attention, and tokens that the second time attends to are retained; later calls are
-            exact. More facts are found, and reading takes up to three times softmax attention's time.
+            token, as decoding and :func:`dofla.evaluate` go on. ``auto``: exactly on a GPU, where it is faster, and
+            without eviction in calls that begin a sequence, else token by token; and those to retain are selected at
+            the end of each call, by importance that is predicted from what layers read. ``twice``: a prompt that begins
+            a sequence is read twice by softmax attention, and tokens that the second time attends to are retained. More
+            facts are found, and reading takes up to three times softmax attention's time.
         progress: a bar by default, where there is a terminal or a notebook; False for none; or a function, which is
             called with (stage, done, total) as by :func:`dofla.calibrate`.
 

@@ -242,13 +242,18 @@ def in_cuda_graphs(x: Tensor) -> bool:
 
 def hand_over_cache(module: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
     """Forward pre-hook of a converted module: give it its cache entry, swapping in ours the first time. The entry goes
-    along as one more argument, which all families pass on to the attention function."""
+    along as one more argument, which all families pass on to the attention function; with several tokens, so does what
+    the module reads."""
     if module.config._attn_implementation != DOFLA or computed_instead(module.config):
         return None
     cache = cache_of(args, kwargs)
     if cache is None:
         return None
-    return args, {**kwargs, "dofla_entry": cache if isinstance(cache, PromptReading) else state_entry(cache, module)}
+    given = {**kwargs, "dofla_entry": cache if isinstance(cache, PromptReading) else state_entry(cache, module)}
+    hidden = args[0] if args else kwargs.get("hidden_states")
+    if isinstance(hidden, Tensor) and hidden.ndim > 1 and hidden.shape[1] > 1 and not torch.compiler.is_compiling():
+        given["dofla_hidden"] = hidden
+    return args, given
 
 
 def record_candidates(model: Any, args: tuple, kwargs: dict[str, Any]) -> None:

@@ -37,13 +37,14 @@ def dofla_attention(
     scaling: float | None = None,
     *,
     dofla_entry: Any = None,
+    dofla_hidden: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """Attention of converted modules by their layers, of all others by softmax.
 
     ``dofla_entry`` is the entry of the cache that the layer reads and writes, or None; or the softmax cache of a prompt
-    that is read twice, which does the rest. Dropout of attention weights has
-    no counterpart here, as no weight is ever formed, and is left out.
+    that is read twice, which does the rest. ``dofla_hidden`` [B, L, D] is what the module reads, if it is several
+    tokens. Dropout of attention weights has no counterpart here, as no weight is ever formed, and is left out.
     """
     if name := computed_instead(module.config):
         run = ALL_ATTENTION_FUNCTIONS.get(name) or _eager_of(module)
@@ -73,7 +74,9 @@ def dofla_attention(
         )
         run = _outside_the_graph if outside else _run
         exact = _prefills_exactly(layer, query, dofla_entry)
-        out = run(layer, dofla_entry, asked, key, value, scaling=own_scaling, weight=weight, causal=causal, exact=exact)
+        importance = _importance(layer, dofla_hidden, key, dofla_entry)
+        vectors = asked, key, value, weight, importance
+        out = run(layer, dofla_entry, vectors, scaling=own_scaling, causal=causal, exact=exact)
     out = out.transpose(1, 2).contiguous()
     if not without_gradients:
         return out, None
@@ -89,19 +92,8 @@ def dofla_attention(
     return out + (smooth - smooth.detach()), None
 
 
-def _run(
-    layer: AttentionLayer,
-    entry: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    weight: Tensor | None,
-    exact: bool,
-    **options: Any,
-) -> Tensor:
+def _run(layer: AttentionLayer, entry: Any, vectors: Vectors, *, exact: bool, **options: Any) -> Tensor:
     """The layer's output; the states after go into the entry of the cache, if there is one."""
-    vectors = query, key, value, weight
     if entry is None:
         return _read(layer, vectors, None, keeps_states=False, exact=exact, **options)[0]
     read: Read = partial(_read, layer, keeps_states=True, room=entry.room, **options)
@@ -121,12 +113,12 @@ def _read(
     **options: Any,
 ) -> tuple[Tensor, Any]:
     """The layer's output, and the states after."""
-    query, key, value, weight = vectors
+    *tokens, weight, importance = vectors
     run = partial(layer, in_place=in_place, **options)
     if weight is None or not causal:
-        return run(query, key, value, weight=weight, states=states, causal=causal)
+        return run(*tokens, weight=weight, states=states, causal=causal, importance=importance)
     options = {"keeps_states": keeps_states, "in_place": in_place, "join": layer.joined}
-    return run_padded(run, query, key, value, weight, states, **options)
+    return run_padded(run, vectors, states, **options)
 
 
 _outside_the_graph = torch.compiler.disable(_run)
@@ -156,6 +148,17 @@ def _prefills_exactly(layer: nn.Module, query: Tensor, entry: Any) -> bool:
         return layer.prefill != "sequential"
     # On a CPU the kernels for tokens one after the other read sooner what goes on from a cache.
     return query.is_cuda or not (layer.evicts or entry.states)
+
+
+def _importance(layer: Any, hidden: Tensor | None, key: Tensor, entry: Any) -> Tensor | None:
+    """The importance [B, Hkv, L] by which the tokens with keys [B, Hkv, L, d] are retained, where it is predicted."""
+    predictor, tokens = layer.predictor, key.shape[2]
+    if predictor is None or hidden is None or entry is None or layer.prefill in ("exact", "sequential"):
+        return None
+    if tokens == 1 or one_by_one():
+        return None
+    fits = hidden.shape == (len(key), tokens, predictor.weight.shape[1] - 1)
+    return layer.predicted(hidden) if fits else None
 
 
 def one_by_one() -> bool:

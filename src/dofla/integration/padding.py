@@ -10,49 +10,52 @@ import torch
 from torch import Tensor
 
 from dofla.attention.state import Tensors, combined
+from dofla.integration.rollback import Vectors
 
 Answer = tuple[Tensor, Sequence[Tensors]]
 Run = Callable[..., Answer]
-"""A call of a layer: (query, key, value, weight=..., states=...) → output and states."""
+"""A call of a layer: (query, key, value, weight=..., importance=..., states=...) → output and states."""
+Tokens = tuple[Tensor, Tensor, Tensor]
+"""Queries, keys and values."""
 Join = Callable[[Sequence[Sequence[Tensors]]], list[Tensors]]
 """States of several sequences, each of all groups of a layer, as one of each group."""
 
 
 def run_padded(
     run: Run,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    weight: Tensor,
+    vectors: Vectors,
     states: Sequence[Tensors] | None,
     *,
     keeps_states: bool,
     in_place: bool,
     join: Join,
 ) -> Answer:
-    """A causal call of a layer, as :meth:`dofla.layers.AttentionLayer.forward` has them, with key weights [B, L], 0 for
+    """A causal call of a layer, as :meth:`dofla.layers.AttentionLayer.forward` has them, with key weights, 0 for
     padding, which may stand anywhere; ``run`` does it for padding in front, and may update states ``in_place``.
 
     States of several sequences become one by ``join``. Where the states after the call are not kept, some padding is
     left where it is. Padded queries of the calls that are rearranged get zeros.
     """
+    query, key, value, weight, importance = vectors
+    assert weight is not None
     if not states:
         if query.shape[-2] == 1:
             return run(query, key, value, weight=weight, states=None)
-        return _beginning(run, query, key, value, weight, keeps_states)
+        return _beginning(run, (query, key, value), weight, importance, keeps_states)
     if torch.compiler.is_compiling():
         return _one_token(run, query, key, value, weight, states, in_place)
-    return _continued(run, query, key, value, weight, states, join)
+    return _continued(run, (query, key, value), weight, importance, states, join)
 
 
-def _beginning(run: Run, query: Tensor, key: Tensor, value: Tensor, weight: Tensor, keeps_states: bool) -> Answer:
+def _beginning(run: Run, tokens: Tokens, weight: Tensor, importance: Tensor | None, keeps_states: bool) -> Answer:
     """The call that begins sequences: padding is moved to the front. A compiled graph cannot ask where it is."""
     real = weight > 0
     if not torch.compiler.is_compiling() and not _disorder(real, keeps_states):
-        return run(query, key, value, weight=weight, states=None)
+        return run(*tokens, weight=weight, importance=importance, states=None)
     order = real.int().argsort(dim=-1, stable=True)
-    tokens = (x.take_along_dim(order[:, None, :, None], 2) for x in (query, key, value))
-    out, after = run(*tokens, weight=weight.gather(1, order), states=None)
+    moved = (x.take_along_dim(order[:, None, :, None], 2) for x in tokens)
+    importance = None if importance is None else importance.take_along_dim(order[:, None], 2)
+    out, after = run(*moved, weight=weight.gather(1, order), importance=importance, states=None)
     out = out.take_along_dim(order.argsort(dim=-1)[:, None, :, None], 2)
     return out.masked_fill(~real[:, None, :, None], 0), after
 
@@ -84,12 +87,13 @@ def _where(first: Tensor, one: Tensors, other: Tensors) -> Tensors:
 
 
 def _continued(
-    run: Run, query: Tensor, key: Tensor, value: Tensor, weight: Tensor, states: Sequence[Tensors], join: Join
+    run: Run, tokens: Tokens, weight: Tensor, importance: Tensor | None, states: Sequence[Tensors], join: Join
 ) -> Answer:
     """The call that continues sequences: rows with the same number of real tokens together, those tokens alone."""
     real = weight > 0
     if real.all():
-        return run(query, key, value, weight=weight, states=states)
+        return run(*tokens, weight=weight, importance=importance, states=states)
+    query, _, value = tokens
     out = value.new_zeros(*query.shape[:-1], value.shape[-1])
     counts, rows, parts = real.sum(-1), [], []
     for count in counts.unique().tolist():
@@ -97,9 +101,11 @@ def _continued(
         after: Sequence[Tensors] = [state.reorder(own) for state in states]
         if count:
             places = real[own].nonzero()[:, 1].view(len(own), count)
-            tokens = (x[own].take_along_dim(places[:, None, :, None], 2) for x in (query, key, value))
+            moved = (x[own].take_along_dim(places[:, None, :, None], 2) for x in tokens)
             weights = weight[own].gather(1, places)
-            piece, after = run(*tokens, weight=None if (weights == 1).all() else weights, states=after)
+            important = None if importance is None else importance[own].take_along_dim(places[:, None], 2)
+            plain = None if (weights == 1).all() else weights
+            piece, after = run(*moved, weight=plain, importance=important, states=after)
             out[own[:, None], :, places] = piece.transpose(1, 2)
         rows.append(own)
         parts.append(after)

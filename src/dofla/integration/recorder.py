@@ -47,8 +47,8 @@ class AttentionCall:
         run = partial(layer, scaling=self.scaling, causal=self.causal)
         if self.weight is None or not self.causal:
             return run(self.query, self.key, self.value, weight=self.weight)[0]
-        vectors = self.query, self.key, self.value
-        padded = run_padded(run, *vectors, self.weight, None, keeps_states=False, in_place=False, join=layer.joined)
+        vectors = self.query, self.key, self.value, self.weight, None
+        padded = run_padded(run, vectors, None, keeps_states=False, in_place=False, join=layer.joined)
         return padded[0]
 
     def log_weights(self, rows: Tensor | None = None) -> Tensor:

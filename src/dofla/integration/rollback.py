@@ -13,8 +13,9 @@ from dofla.attention.state import Tensors
 LEAST = 64
 """Tokens that can be taken back at any time, where so many were read."""
 
-Vectors = tuple[Tensor, Tensor, Tensor, Tensor | None]
-"""Queries [B, H, L, d], keys [B, Hkv, L, d], values [B, Hkv, L, dv] and key weights [B, L] of a call."""
+Vectors = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]
+"""Queries [B, H, L, d], keys [B, Hkv, L, d], values [B, Hkv, L, dv], key weights [B, L] and importance [B, Hkv, L] of a
+call."""
 Read = Callable[..., tuple[Tensor, Sequence[Tensors]]]
 """The output of a call and the states after it, of the call and the states before it. Options say whether it may
 overwrite these (``in_place``), and whether its tokens attend exactly to one another (``exact``)."""
@@ -22,9 +23,10 @@ overwrite these (``in_place``), and whether its tokens attend exactly to one ano
 
 def _cut(vectors: Vectors, tokens: slice) -> Vectors:
     """Some tokens of a call."""
-    query, key, value, weight = vectors
+    query, key, value, weight, importance = vectors
     weight = None if weight is None else weight[:, tokens]
-    return query[:, :, tokens], key[:, :, tokens], value[:, :, tokens], weight
+    importance = None if importance is None else importance[:, :, tokens]
+    return query[:, :, tokens], key[:, :, tokens], value[:, :, tokens], weight, importance
 
 
 @dataclass
@@ -58,7 +60,7 @@ class History:
         if first:
             out, states = read(_cut(vectors, slice(first)), states, exact=exact, in_place=in_place)
             outputs.append(out)
-        last = _cut(vectors, slice(first, None))
+        last = (*_cut(vectors, slice(first, None))[:-1], None)
         self._add(states, last, read)
         out, states = read(last, states, in_place=in_place)
         return torch.cat([*outputs, out], 2), states
@@ -68,8 +70,8 @@ class History:
         if not self._parts or self._parts[-1].tokens >= LEAST:
             before = None if states is None else [state.copy() for state in states]
             self._parts = [*self._parts[-1:], _Since(before)]
-        query, key, value, weight = vectors
-        kept = query.clone(), key.clone(), value.clone(), weight  # not those of a whole prompt
+        query, key, value, weight, _ = vectors
+        kept = query.clone(), key.clone(), value.clone(), weight, None  # not those of a whole prompt
         self._parts[-1].calls.append((kept, read))
 
     def before(self, tokens: int) -> Sequence[Tensors] | None:

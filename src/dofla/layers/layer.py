@@ -13,6 +13,7 @@ from dofla.attention.modules import ModuleList
 from dofla.attention.state import Tensors
 from dofla.feature_maps import FeatureMap
 from dofla.feature_maps.heads import FeatureHeads
+from dofla.layers.predictor import ImportancePredictor
 
 Layer = TypeVar("Layer")
 P = ParamSpec("P")
@@ -39,12 +40,18 @@ class AttentionLayer(nn.Module):
     Args:
         groups: of KV heads, which have all of the layer's.
         smoothing: what keys and queries go through first, if anything.
+        predictor: of the importance of tokens, if it was measured.
     """
 
-    def __init__(self, groups: Sequence[HeadGroup[Any]], smoothing: KeySmoothing | None = None) -> None:
+    def __init__(
+        self,
+        groups: Sequence[HeadGroup[Any]],
+        smoothing: KeySmoothing | None = None,
+        predictor: ImportancePredictor | None = None,
+    ) -> None:
         super().__init__()
         self.groups: ModuleList[HeadGroup[Any]] = ModuleList(groups)
-        self.smoothing = smoothing
+        self.smoothing, self.predictor = smoothing, predictor
 
     @property
     def kv_heads(self) -> int:
@@ -68,10 +75,18 @@ class AttentionLayer(nn.Module):
             group.reset_parameters(generator)
         if self.smoothing is not None:
             self.smoothing.reset()
+        if self.predictor is not None:
+            self.predictor.reset()
 
     def smooth(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
         """Queries [B, H, L, d] and keys [B, Hkv, L, d] as all of the layer's arithmetic takes them."""
         return (query, key) if self.smoothing is None else self.smoothing(query, key)
+
+    @without_autocast
+    def predicted(self, hidden: Tensor) -> Tensor:
+        """The importance [B, Hkv, L] that is predicted of tokens by what the module reads [B, L, D]."""
+        assert self.predictor is not None
+        return self.predictor(hidden)
 
     @without_autocast
     def forward(

@@ -17,3 +17,5 @@ def take_heads(part: AttentionLayer, whole: AttentionLayer, heads: Sequence[int]
         tier.value.take(others.tiers[sources[0]].value, places)
     if part.smoothing is not None and whole.smoothing is not None:
         part.smoothing.take(whole.smoothing, heads)
+    if part.predictor is not None and whole.predictor is not None:
+        part.predictor.take(whole.predictor, heads)

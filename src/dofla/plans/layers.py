@@ -13,7 +13,7 @@ from dofla.feature_maps.cost import TOKEN_DTYPES, HeadCost
 
 MOST_TOKENS = 2**24
 """Tokens or features that a KV head has at most."""
-_MOST_DIM, _MOST_HEADS = 2**14, 2**12
+_MOST_DIM, _MOST_HEADS, _MOST_WIDTH = 2**14, 2**12, 2**20
 
 
 @dataclass
@@ -95,6 +95,7 @@ class CompressedLayer(LayerPlan):
         window, sinks, newest, heavy_hitters: tokens of each KV head, as in :class:`dofla.attention.HeadSizes`; or one
             number for all.
         bits: per number of the tier, 1 to 5.
+        input_width: numbers of a token in the module's input, by which its importance is predicted; 0 if it is not.
     """
 
     kind: ClassVar[str] = "compressed"
@@ -104,12 +105,15 @@ class CompressedLayer(LayerPlan):
     newest: int | list[int]
     heavy_hitters: int | list[int]
     bits: float = 3.0
+    input_width: int = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
         _ = self.sizes  # its errors
         if not isinstance(self.bits, (int, float)) or not 1 <= self.bits <= MOST_BITS:
             raise self._error(f"bits is {self.bits!r}: give 1 to {MOST_BITS}")
+        if not is_integer(self.input_width) or not 0 <= self.input_width <= _MOST_WIDTH:
+            raise self._error(f"input_width is {self.input_width!r}: give an integer, 0 to {_MOST_WIDTH}")
         if self.head_dim % 8 or self.value_dim % 8:
             raise self._error(
                 f"heads have {self.head_dim} and {self.value_dim} numbers: a compressed cache needs multiples of 8"

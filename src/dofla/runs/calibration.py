@@ -4,7 +4,7 @@ import time
 
 import torch
 
-from dofla.compression.calibrate import COPY_DISTANCE, HELD_OUT_TOKENS, READINGS
+from dofla.compression.calibrate import COPY_DISTANCE, HELD_OUT_TOKENS, OWN_TEXTS, PYTHON_TEXTS, READINGS
 from dofla.compression.directions import LENGTH, WINDOWS
 from dofla.compression.retrieval import FAR
 
@@ -19,10 +19,11 @@ what is not a product take the rest."""
 
 def calibration_operations(per_token: float) -> float:
     """Operations of products with weights in calibration on the default windows, if a forward pass takes ``per_token``
-    of them for each token: each token is read once, and some twice in a row; then head budgets are compared
-    on some, by a pass of the original and one of the compressed model with each; and retrieval heads take a document
-    with needles."""
-    return per_token * (WINDOWS * LENGTH + 2 * COPY_DISTANCE + READINGS * HELD_OUT_TOKENS + FAR)
+    of them for each token: each token is read once, and some twice in a row; then head budgets are compared on some, by
+    a pass of the original and one of the compressed model with each; for the importance of tokens some are read twice
+    in a row, and retrieval heads take a document with needles."""
+    twice = 2 * COPY_DISTANCE * (1 + OWN_TEXTS + PYTHON_TEXTS)
+    return per_token * (WINDOWS * LENGTH + twice + READINGS * HELD_OUT_TOKENS + FAR)
 
 
 @torch.no_grad()

@@ -6,7 +6,7 @@ import logging
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout
 from functools import partial
 from numbers import Real
 from pathlib import Path
@@ -17,6 +17,7 @@ from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from dofla.errors import DoflaError, first_line
+from dofla.integration.interface import token_by_token
 from dofla.integration.positions import positions_of
 from dofla.storage.extras import extra
 from dofla.tasks.items import Task
@@ -133,7 +134,9 @@ def _answers(lm: Any, run: Callable[..., list[Any]], progress: Progress | None, 
             if not 0 < length <= lm.max_length:
                 what = f"the choice {choice[:40]!r} has {length} tokens of its own"
                 raise DoflaError(f"task {request.task_name}: {what}: give one of 1 to {lm.max_length}")
-        answers = run(part, disable_tqdm=True)
+        # A likelihood is that of decoding the text: read at once, its end would still see all of it.
+        with nullcontext() if part[0].request_type == "generate_until" else token_by_token():
+            answers = run(part, disable_tqdm=True)
         if chooses and not all(math.isfinite(value) for value, _ in answers):
             what = "a log-likelihood is NaN or infinite: check the model's dtype and its feature maps"
             raise DoflaError(f"task {part[0].task_name}: {what}")
