@@ -82,12 +82,13 @@ def compress(
         keep_softmax: layers to leave as they are.
         batch_size: windows per pass.
         prefill: how a prompt is read into the cache. ``exact``: its tokens attend exactly to one another, and those to
-            retain are selected at the end of each call, by the attention of all its queries. ``sequential``: token by
-            token, as decoding and :func:`dofla.evaluate` go on. ``auto``: exactly on a GPU, where it is faster, and
-            without eviction in calls that begin a sequence, else token by token; and those to retain are selected at
-            the end of each call, by importance that is predicted from what layers read. ``twice``: a prompt that begins
-            a sequence is read twice by softmax attention, and tokens that the second time attends to are retained. More
-            facts are found, and reading takes up to three times softmax attention's time.
+            retain are selected at the end of each call, by importance that is predicted from what layers read, or by
+            the attention of all queries where the calibration is older. ``sequential``: token by token, as decoding and
+            :func:`dofla.evaluate` go on. ``auto``: as exact on a GPU, where that is faster, and without eviction in
+            calls that begin a sequence; else tokens see what they would see token by token, and are selected as in
+            exact. ``twice``: a prompt that begins a sequence is read twice by softmax attention, and tokens that the
+            second time attends to are retained. More facts are found, and reading takes up to three times softmax
+            attention's time.
         progress: a bar by default, where there is a terminal or a notebook; False for none; or a function, which is
             called with (stage, done, total) as by :func:`dofla.calibrate`.
 

@@ -153,7 +153,7 @@ def _prefills_exactly(layer: nn.Module, query: Tensor, entry: Any) -> bool:
 def _importance(layer: Any, hidden: Tensor | None, key: Tensor, entry: Any) -> Tensor | None:
     """The importance [B, Hkv, L] by which the tokens with keys [B, Hkv, L, d] are retained, where it is predicted."""
     predictor, tokens = layer.predictor, key.shape[2]
-    if predictor is None or hidden is None or entry is None or layer.prefill in ("exact", "sequential"):
+    if predictor is None or hidden is None or entry is None or layer.prefill == "sequential":
         return None
     if tokens == 1 or one_by_one():
         return None

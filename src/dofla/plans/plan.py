@@ -24,12 +24,11 @@ LENGTHS = (2048, 8192, 32768, 131072)
 """Tokens of which the bytes of caches that grow are shown."""
 PREFILLS = ("auto", "exact", "sequential", "twice")
 """Ways in which several tokens enter a compressed cache: ``exact``, they attend exactly to the cache and to one
-another, and those to retain are selected at the end of the call; ``sequential``, one after the other, as decoding goes
-on; ``auto``, exactly on a GPU, where it is faster, and where nothing is evicted in calls that begin a sequence, or else
-one after the other, and those to retain are selected at the end of the call by importance that is predicted
-(:class:`dofla.layers.ImportancePredictor`); ``twice``, a prompt is read by softmax attention and then once more, which
-tells what is needed later (:mod:`dofla.integration.second_reading`), and later calls are exact, but for what they
-retain, which is as in ``auto``."""
+another, and those to retain are selected at the end of the call, by importance that is predicted
+(:class:`dofla.layers.ImportancePredictor`) where it can be; ``sequential``, one after the other, as decoding goes on;
+``auto``, exact on a GPU, where it is faster, and where nothing is evicted in calls that begin a sequence, or else with
+the outputs of sequential and the selection of exact; ``twice``, a prompt is read by softmax attention and then once
+more, which tells what is needed later (:mod:`dofla.integration.second_reading`), and later calls are exact."""
 
 
 def held_out_line(held_out: Mapping[str, float]) -> str:
