@@ -1,5 +1,5 @@
-"""Loss increase of the tokens after a prompt, by how the prompt is read into the cache: token by token, twice, or
-exactly, in calls of several lengths; and the time of the prompt over softmax attention's.
+"""Loss increase of the tokens after a prompt, by how the prompt is read into the cache: token by token, by default,
+twice, or exactly, in calls of several lengths; and the time of the prompt over softmax attention's.
 
     python benchmarks/quality/prefill.py --model models/smollm2-135m --calibrate data/english-train.txt.gz \\
         --text data/english-val.txt.gz --text data/stories-val.txt.gz --text data/books-val.txt.gz
@@ -59,6 +59,7 @@ def main(
     shown = table("prefill", *texts, "mean", "time", gap=2)
     ways = [("sequential", length), *(("exact", n) for n in split or [512, 2048, 8192])]
     if not no_evict:
+        ways[1:1] = [("auto", length)]
         ways.append(("twice", length))
     cache = {"evict": False} if no_evict else {"size": size, "retrieval_heads": 0}
     for way, tokens in ways:

@@ -25,7 +25,7 @@ def saved(folder, **options):
 
 
 def compressed_in(folder, model, tokenizer, **options):
-    """A model, compressed if there are options, and its folder."""
+    """A model, compressed if there are options, and its folder. It reads prompts as vLLM does, without predictions."""
     windows = dofla.token_windows("sample", tokenizer, windows=12)
     if options:
         found = dofla.calibrate(model, windows, progress=False, head_budgets="even")
@@ -34,7 +34,7 @@ def compressed_in(folder, model, tokenizer, **options):
                 name: [1.2 if n else 0.4] * own.shape[0] for n, (name, own) in enumerate(found.directions.items())
             }
             found = replace(found, shares=shares)
-        dofla.compress(model, calibration=found, **options)
+        dofla.compress(model, calibration=found, **{"prefill": "sequential"} | options)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return model, folder

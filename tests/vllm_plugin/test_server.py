@@ -45,7 +45,8 @@ def test_a_pretrained_model_is_served(name, tmp_path):
     model = AutoModelForCausalLM.from_pretrained(MODELS / name, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(MODELS / name)
     windows = dofla.token_windows("sample", tokenizer, windows=8)
-    dofla.compress(model, windows, ratio=8, context=2048, head_budgets="even", progress=False)
+    options = {"head_budgets": "even", "prefill": "sequential", "progress": False}
+    dofla.compress(model, windows, ratio=8, context=2048, **options)
     model.save_pretrained(tmp_path / "served")
     tokenizer.save_pretrained(tmp_path / "served")
     prompt = tokenizer(PROMPT, return_tensors="pt")
