@@ -34,7 +34,7 @@ from transformers import (
 )
 from transformers.utils import logging
 
-from dofla.attention import compiled
+from dofla.attention import CompressedHeads, compiled
 from dofla.integration.sites import attention_sites
 from dofla.integration.surgery import convert
 from dofla.linear import Plan
@@ -123,6 +123,16 @@ def tiny() -> Tiny:
 @pytest.fixture(scope="session")
 def tokenizer() -> PreTrainedTokenizerBase:
     return AutoTokenizer.from_pretrained(model_path())
+
+
+@pytest.fixture
+def importances(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor | None]:
+    """The importance of tokens in each call of a layer with a compressed cache."""
+    found, step = list[torch.Tensor | None](), CompressedHeads.step
+    monkeypatch.setattr(
+        CompressedHeads, "step", lambda self, call, state: found.append(call.importance) or step(self, call, state)
+    )
+    return found
 
 
 @pytest.fixture

@@ -140,17 +140,19 @@ def test_important_tokens_are_retained_and_decode_goes_on_with_their_scores(size
                 assert torch.equal(score[score >= 0].float(), wanted)
 
 
-def test_important_tokens_stay_however_much_is_read_after_them(monkeypatch):
-    monkeypatch.setattr("dofla.attention.prefill.MOST_TOKENS", 60)  # at once, of a call
+@pytest.mark.parametrize("exact", [True, False])
+def test_important_tokens_stay_however_much_is_read_after_them(monkeypatch, exact):
+    for module in ("prefill", "compressed"):
+        monkeypatch.setattr(f"dofla.attention.{module}.MOST_TOKENS", 60)  # at once, of a call
     sizes = [HeadSizes(5, 2, 4, 6), HeadSizes(5, 2, 4, 20), HeadSizes(9, 2, 4, 6)]
     heads, inputs = sample(0, sizes, 2, 400)
     inputs[0] *= 0.05  # they attend to all alike
     importance, marked = torch.rand(2, 3, 400, generator=torch.Generator().manual_seed(0)) * 1e-3, [10, 33, 57, 70, 71]
     importance[:, :, marked] = 7.0  # none is in a window as a call ends
     state = None
-    for part in (slice(100), slice(100, 101), slice(101, 250), slice(250, 400)):
+    for part in (slice(100), slice(100, 101), slice(101, 250), slice(250, 400)):  # the last parts are of 40, 29 and 30
         own = [x[:, :, part] for x in inputs]
-        out, state = step(heads, own, state, exact=True, importance=importance[:, :, part])
+        out, state = step(heads, own, state, exact=exact, importance=importance[:, :, part])
         assert out.isfinite().all()
     for positions in held_positions(heads, state, inputs[1]).values():
         assert {*marked} <= {*positions}

@@ -9,7 +9,6 @@ from tiny_families import teacher, tokens
 from transformers import DynamicCache
 
 import dofla
-from dofla.attention import CompressedHeads
 from dofla.compression.importance import FIRST, LEAST, RIDGE, _Fit, measure_importance
 from dofla.data.python_text import EXCERPT, MODULES, python_text
 from dofla.integration.cache import CACHE_ARGUMENT
@@ -19,16 +18,6 @@ from dofla.integration.sites import attention_sites
 from dofla.layers import ImportancePredictor
 
 FIRST_LAYER = "model.layers.0.self_attn"
-
-
-@pytest.fixture
-def importance(monkeypatch):
-    """That of the tokens of each call of a layer."""
-    found, step = [], CompressedHeads.step
-    monkeypatch.setattr(
-        CompressedHeads, "step", lambda self, call, state: found.append(call.importance) or step(self, call, state)
-    )
-    return found
 
 
 def read(model, ids, **options):
@@ -93,38 +82,38 @@ def test_importance_is_the_exponential_of_a_linear_function():
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "opt"])
-def test_prompts_are_read_by_it_and_what_was_saved_reads_them_so(family, importance, tmp_path):
+def test_prompts_are_read_by_it_and_what_was_saved_reads_them_so(family, importances, tmp_path):
     """In calls that go on too, but of single tokens."""
     model, ids = teacher(family), tokens(2, 100)
     compress(model, tokens(4, 96), head_budgets="even")
-    importance.clear()
+    importances.clear()
     read(model, ids)
-    first = importance[:]
+    first = importances[:]
     assert all(x.shape[::2] == (2, 100) for x in first)
     model.save_pretrained(tmp_path)
-    importance.clear()
+    importances.clear()
     read(dofla.load(tmp_path), ids)
-    assert all(map(torch.equal, first, importance))
-    importance.clear()
+    assert all(map(torch.equal, first, importances))
+    importances.clear()
     cache = read(model, ids[:1])[1]
-    layers = len(importance)
+    layers = len(importances)
     with torch.no_grad():
         for more in (70, 9, 1):
             model(tokens(1, more), use_cache=True, **{CACHE_ARGUMENT: cache})
-    lengths = [None if x is None else x.shape[2] for x in importance[layers:]]
+    lengths = [None if x is None else x.shape[2] for x in importances[layers:]]
     assert lengths == layers * [70] + layers * [9] + layers * [None]
 
 
-def test_a_calibration_without_it_reads_token_by_token(tiny, importance, tmp_path):
+def test_a_calibration_without_it_reads_token_by_token(tiny, importances, tmp_path):
     path, windows = tmp_path / "calibration.safetensors", tiny.tokens(2, 96)
     dofla.calibrate(tiny.llama(), windows).save(path)
     with safe_open(path, "pt") as file:
         tensors, metadata = {name: file.get_tensor(name) for name in file.keys()}, file.metadata()  # noqa: SIM118
     save_file({name: x for name, x in tensors.items() if not name.endswith(":importance")}, path, metadata)
     model = dofla.compress(tiny.llama(), size="4KB", calibration=path)
-    importance.clear()
+    importances.clear()
     out = read(model, windows).logits
-    assert all(x is None for x in importance)
+    assert all(x is None for x in importances)
     assert torch.equal(out, model(windows, use_cache=False).logits)
 
 
@@ -133,13 +122,13 @@ def test_heads_that_hold_every_token_need_none(tiny):
     assert all(layer.predictor is None for layer in Converted.of(model).layers.values())
 
 
-def test_an_input_of_another_form_predicts_nothing(tiny, importance):
+def test_an_input_of_another_form_predicts_nothing(tiny, importances):
     model = dofla.compress(tiny.llama(), tiny.tokens(2, 96), "4KB")
     layer = Converted.of(model).layers[FIRST_LAYER]
     layer.predictor = ImportancePredictor(2, 7)
-    importance.clear()
+    importances.clear()
     read(model, tiny.tokens(1, 80))
-    assert [x is None for x in importance] == [True, False]
+    assert [x is None for x in importances] == [True, False]
 
 
 def test_python_tells_of_itself(monkeypatch):

@@ -9,7 +9,6 @@ from tiny_families import padded, teacher, tokens
 from transformers import DynamicCache
 
 import dofla
-from dofla.attention import CompressedHeads
 from dofla.integration.cache import CACHE_ARGUMENT
 from dofla.integration.interface import token_by_token
 from dofla.integration.recorder import recording, run_body
@@ -33,16 +32,6 @@ def compressed(tiny, windows, prefill):
 def read(model, ids, cache=None, **options):
     cache = DynamicCache(config=model.config) if cache is None else cache
     return model(input_ids=ids, **{CACHE_ARGUMENT: cache}, use_cache=True, **options)
-
-
-@pytest.fixture
-def seen(monkeypatch):
-    """The importance of tokens in each call of a layer."""
-    found, step = [], CompressedHeads.step
-    monkeypatch.setattr(
-        CompressedHeads, "step", lambda self, call, state: found.append(call.importance) or step(self, call, state)
-    )
-    return found
 
 
 def test_an_exact_prefill_answers_as_the_original(tiny, windows):
@@ -119,7 +108,7 @@ def attention_again(model, ids, pieces):
     return total
 
 
-def test_a_prompt_is_important_by_its_second_reading(tiny, windows, seen, monkeypatch):
+def test_a_prompt_is_important_by_its_second_reading(tiny, windows, importances, monkeypatch):
     """Of padded rows too, wherever the padding stands; what follows is read once, by predictions, and single tokens."""
     monkeypatch.setattr("dofla.integration.second_reading.PIECE", 90)
     monkeypatch.setattr("dofla.integration.second_reading.BEFORE", 8)
@@ -128,27 +117,27 @@ def test_a_prompt_is_important_by_its_second_reading(tiny, windows, seen, monkey
     mask[0, :30], mask[1, -20:] = 0, 0
     places = {"attention_mask": mask, "position_ids": (mask.cumsum(1) - 1).clamp_min(0)}
     exact = read(compressed(tiny, windows, "exact"), ids, **places).logits
-    seen.clear()
+    importances.clear()
     torch.testing.assert_close(read(model, ids, cache, **places).logits[0, 30:], exact[0, 30:], rtol=0, atol=1e-4)
-    layers = len(seen)
+    layers = len(importances)
     assert layers == len(model.model.layers)
     for row, own, pieces in (
         (0, slice(30, None), [(0, 0, 90), (82, 8, 170)]),
         (1, slice(-20), [(0, 0, 90), (82, 8, 180)]),
     ):
-        for found, wanted in zip(seen, attention_again(model, ids[row : row + 1, own], pieces), strict=True):
+        for found, wanted in zip(importances, attention_again(model, ids[row : row + 1, own], pieces), strict=True):
             before = found.shape[2] - wanted.shape[1]
             assert not found[row, :, :before].any()  # padding, which layers get in front
             torch.testing.assert_close(found[row, :, before:], wanted, rtol=1e-4, atol=1e-6)
     read(model, ids[:, :9], cache, attention_mask=torch.cat([mask, mask[:, 30:39]], 1))
-    predicted, seen[:] = seen[layers:], []
+    predicted, importances[:] = importances[layers:], []
     assert all(importance.shape == (2, 2, 9) for importance in predicted)
     read(model, ids[:, :1])
-    assert all(importance is None for importance in seen)
+    assert all(importance is None for importance in importances)
 
 
 @pytest.mark.parametrize("prefill", ["auto", "twice"])
-def test_importance_serves_beams_assistants_saved_prompts_and_sessions(tiny, windows, seen, tmp_path, prefill):
+def test_importance_serves_beams_assistants_saved_prompts_and_sessions(tiny, windows, importances, tmp_path, prefill):
     model, ids = compressed(tiny, windows, prefill), windows[:1]
     options = {"max_new_tokens": 5, "do_sample": False}
     wanted = model.generate(ids, **options)
@@ -195,29 +184,29 @@ def test_a_second_reading_leaves_other_threads_alone(tiny, windows):
             torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
 
 
-def test_a_prompt_without_room_for_a_second_time_is_read_once(tiny, windows, seen, caplog):
+def test_a_prompt_without_room_for_a_second_time_is_read_once(tiny, windows, importances, caplog):
     model = compressed(tiny, windows, "twice")
     model.config.max_position_embeddings = 2 * LENGTH - 1
     read(model, windows[:1])
     assert "a prompt of 200 tokens is read once" in caplog.text
-    predicted, once = seen[-len(model.model.layers) :], compressed(tiny, windows, "auto")
-    seen.clear()
+    predicted, once = importances[-len(model.model.layers) :], compressed(tiny, windows, "auto")
+    importances.clear()
     read(once, windows[:1])
-    assert torch.equal(predicted[0], seen[0])  # later layers read what the ways of this one give
+    assert torch.equal(predicted[0], importances[0])  # later layers read what the ways of this one give
 
 
-def test_the_second_reading_stands_behind_the_first(tiny, windows, seen):
+def test_the_second_reading_stands_behind_the_first(tiny, windows, importances):
     """At positions that are given, and in a batch without any, of rotary models at the places of the tokens."""
     model, ids = compressed(tiny, windows, "twice"), windows[:2]
     mask = torch.ones_like(ids)
     mask[1, :30] = 0
     layers = len(model.model.layers)
-    seen.clear()
+    importances.clear()
     read(model, ids[:1])
     read(model, ids[:1], position_ids=torch.arange(100, 100 + LENGTH)[None])
     read(model, ids, attention_mask=mask)
     read(model, ids[1:, 30:])
-    found = [seen[n * layers : (n + 1) * layers] for n in range(4)]
+    found = [importances[n * layers : (n + 1) * layers] for n in range(4)]
     for one, other in zip(found[0], found[1], strict=True):
         torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-5)
     for batch, row, alone in zip(found[2], found[0], found[3], strict=True):
@@ -247,14 +236,14 @@ def test_no_prompt_is_read_twice_across_a_change_of_its_rotary_factors(tiny, win
         assert (found is not None) == place
 
 
-def test_gradient_checkpointing_and_another_attention_leave_prompts_alone(tiny, windows, seen):
+def test_gradient_checkpointing_and_another_attention_leave_prompts_alone(tiny, windows, importances):
     model = compressed(tiny, windows, "twice")
     model.gradient_checkpointing_enable()
     read.__wrapped__(model.train(), windows[:1]).logits.sum().backward()
     model.gradient_checkpointing_disable()
     model.eval().set_attn_implementation("sdpa")
     read(model, windows[:1])
-    assert all(importance is None for importance in seen)
+    assert all(importance is None for importance in importances)
 
 
 @pytest.mark.parametrize(

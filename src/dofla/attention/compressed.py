@@ -69,20 +69,18 @@ class CompressedHeads(HeadGroup[CompressedState]):
         """See :class:`HeadGroup`; gradients do not pass. DoflaError for a call that is not causal."""
         if not call.causal:
             raise DoflaError("a compressed cache got a call that is not causal: keep the layer softmax (keep_softmax)")
-        backend, tokens = (
-            backend_for(call.vectors, () if call.log_weight is None else (call.log_weight,)),
-            call.key.shape[-2],
-        )
-        if state is not None and tokens < LEAST_AT_ONCE:
+        backend = backend_for(call.vectors, () if call.log_weight is None else (call.log_weight,))
+        tokens = call.key.shape[-2]
+        if tokens == 1 or (state is not None and tokens < LEAST_AT_ONCE):
             call = call._replace(importance=None)
         if call.exact and tokens > 1:
             all_at_once = state is None and not self.evicts and call.importance is None
             held = self._hold_all(call, backend) if all_at_once else None
             return held or self._exact_prefill(call, state, backend)
-        if call.importance is not None and tokens > 1:
-            out, _ = self._one_by_one(call._replace(in_place=False), state, backend)
-            return out, self._exact_prefill(call._replace(query=call.query[:, :, -LAST:]), state, backend)[1]
-        return self._one_by_one(call, state, backend)
+        if call.importance is None:
+            return self._one_by_one(call, state, backend)
+        out, _ = self._one_by_one(call._replace(in_place=False), state, backend)
+        return out, self._exact_prefill(call, state, backend, attends=False)[1]
 
     def _one_by_one(
         self, call: Call, state: CompressedState | None, backend: Backend
@@ -99,12 +97,15 @@ class CompressedHeads(HeadGroup[CompressedState]):
         return _softmax(call), after
 
     def _exact_prefill(
-        self, call: Call, state: CompressedState | None, backend: Backend
+        self, call: Call, state: CompressedState | None, backend: Backend, attends: bool = True
     ) -> tuple[Tensor, CompressedState]:
-        """An exact call: heads with one local window at once, but for attention, where it needs nothing of theirs."""
-        whole = None
-        if state is None and call.importance is not None and call.query.shape[2] == call.key.shape[2] <= MOST_TOKENS:
-            whole, call = _softmax(call), call._replace(query=call.query[:, :, -LAST:])
+        """An exact call: heads with one local window at once, but for attention, where it needs nothing of theirs. One
+        that does not attend, for the state alone, has an output that means nothing."""
+        whole, attends = None, attends and call.query.shape[2] > 0
+        if attends and state is None and call.importance is not None and call.key.shape[2] <= MOST_TOKENS:
+            whole, attends = _softmax(call), False
+        if not attends:
+            call = call._replace(query=call.query[:, :, -LAST:])
         call = call.smoothed()
         if state is None:  # nothing is looked up in an empty one
             layout, held = self._first_layout(call), None
@@ -118,7 +119,7 @@ class CompressedHeads(HeadGroup[CompressedState]):
             heads = [head for n in groups for head in layout.heads[n]]
             own, past = call.of_heads(heads), None if held is None else [held[n] for n in groups]
             tiers, sizes = [self.tiers[n] for n in groups], [layout.groups[n] for n in groups]
-            piece, contents = exact_prefill(own, tiers, sizes, past, backend)
+            piece, contents = exact_prefill(own, tiers, sizes, past, backend, attends)
             pieces.append(piece)
             order += query_heads(heads, call.groups)
             after |= zip(groups, contents, strict=True)

@@ -55,16 +55,21 @@ weights are larger among the tokens of the tier alone (benchmarks/quality/prefil
 
 
 def exact_prefill(
-    call: Call, tiers: Sequence[Tier], groups: Sequence[Group], held: Sequence[Contents] | None, backend: Backend
+    call: Call,
+    tiers: Sequence[Tier],
+    groups: Sequence[Group],
+    held: Sequence[Contents] | None,
+    backend: Backend,
+    attends: bool,
 ) -> tuple[Tensor, list[Contents]]:
     """Exact causal attention of a call of KV heads whose caches have one window and one number of sinks.
 
     The tiers and what the caches hold are those of each group of heads, in their order; None: nothing yet. Returns
-    output [B, H, L, dv] in the dtype of the values, and what the caches hold after. There may be the last queries only,
-    or none, where the importance of tokens is known: then the output means nothing.
+    output [B, H, L, dv] in the dtype of the values, and what the caches hold after. Where the call only ``attends`` to
+    select, by importance that is known, there may be the last queries or none, and the output means nothing.
     """
     (query, key, value), outs, contents = call.vectors, [], list(held or ())
-    grow, asked, length = all(tier.grows for tier in tiers), query.shape[2] == key.shape[2], key.shape[2]
+    grow, length = all(tier.grows for tier in tiers), key.shape[2]
     most = MOST_TOKENS if query.shape[2] and not grow else length
     for start in range(0, length, most):
         part = slice(start, min(start + most, length))
@@ -73,12 +78,14 @@ def exact_prefill(
         new = masked(key[:, :, part], value[:, :, part], log_weight if padded else None)
         past = _Held.of(tiers, contents, backend) if contents else None
         line = _line(past, new, padded)
-        asks, near, drawn = query[:, :, part], (groups[0].window, groups[0].sinks, call.scaling), None
-        if not asked:
-            asks = query[:, :, : LAST * (part.stop == length)]
+        near, drawn = (groups[0].window, groups[0].sinks, call.scaling), None
+        if attends:
+            asks = query[:, :, part]
+        else:  # those of the last part's own tokens
+            asks = query[:, :, max(0, query.shape[2] - len(new)) :] if part.stop == length else query[:, :, :0]
         if call.importance is None and not grow:
             out, drawn = backend.exact_causal(asks, line, *near)
-        elif asked:
+        elif attends:
             out = causal(asks, *line.vectors, call.scaling, None if line.whole(len(new)) else line.rank >= 0)
         else:
             out = call.new_output()

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from dofla.attention import attention_and_importance
+from dofla.integration.cache import input_of
 from dofla.integration.recorder import AttentionCall, recording, run_body
 
 FIRST = 16
@@ -51,14 +52,14 @@ def measure_importance(
 ) -> dict[str, Tensor]:
     """The weights of the predictors of layers [Hkv, D + 1], float16, by texts [n]; ``read`` gets the tokens that were
     read after each. A layer whose input is not that of its module's tokens has none."""
-    fits, inputs = {name: _Fit() for name in layers}, dict[str, Any]()
+    fits, inputs = {name: _Fit() for name in layers}, dict[str, Tensor | None]()
 
     def take(name: str, _: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        inputs[name] = args[0] if args else kwargs.get("hidden_states")
+        inputs[name] = input_of(args, kwargs)
 
     def look(call: AttentionCall) -> None:
         hidden, tokens = inputs.pop(call.name, None), call.query.shape[2] // 2
-        if isinstance(hidden, Tensor) and hidden.shape[:2] == (1, 2 * tokens) and tokens > FIRST:
+        if hidden is not None and hidden.shape[:2] == (1, 2 * tokens) and tokens > FIRST:
             vectors = call.query[:, :, tokens:], call.key, call.value
             importance = attention_and_importance(*vectors, call.scaling, tokens)[1]
             fits[call.name].add(hidden[0, FIRST:tokens], importance[0, :, FIRST:])

@@ -250,8 +250,8 @@ def hand_over_cache(module: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[t
     if cache is None:
         return None
     given = {**kwargs, "dofla_entry": cache if isinstance(cache, PromptReading) else state_entry(cache, module)}
-    hidden = args[0] if args else kwargs.get("hidden_states")
-    if isinstance(hidden, Tensor) and hidden.ndim > 1 and hidden.shape[1] > 1 and not torch.compiler.is_compiling():
+    hidden = input_of(args, kwargs)
+    if hidden is not None and hidden.shape[1] > 1 and not torch.compiler.is_compiling():
         given["dofla_hidden"] = hidden
     return args, given
 
@@ -266,6 +266,12 @@ def record_candidates(model: Any, args: tuple, kwargs: dict[str, Any]) -> None:
     for module in model.modules():
         if cache is not None and "dofla" in module._modules:
             state_entry(cache, module).activate_past_recording()
+
+
+def input_of(args: tuple, kwargs: dict[str, Any]) -> Tensor | None:
+    """The input [B, L, D] of an attention module among its arguments; None if it comes in another form."""
+    hidden = args[0] if args else kwargs.get("hidden_states")
+    return hidden if isinstance(hidden, Tensor) and hidden.ndim == 3 else None
 
 
 def cache_of(args: tuple, kwargs: dict[str, Any]) -> Cache | None:

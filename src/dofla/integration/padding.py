@@ -53,11 +53,16 @@ def _beginning(run: Run, tokens: Tokens, weight: Tensor, importance: Tensor | No
     if not torch.compiler.is_compiling() and not _disorder(real, keeps_states):
         return run(*tokens, weight=weight, importance=importance, states=None)
     order = real.int().argsort(dim=-1, stable=True)
-    moved = (x.take_along_dim(order[:, None, :, None], 2) for x in tokens)
-    importance = None if importance is None else importance.take_along_dim(order[:, None], 2)
+    moved, importance = _taken(tokens, importance, order)
     out, after = run(*moved, weight=weight.gather(1, order), importance=importance, states=None)
     out = out.take_along_dim(order.argsort(dim=-1)[:, None, :, None], 2)
     return out.masked_fill(~real[:, None, :, None], 0), after
+
+
+def _taken(tokens: Sequence[Tensor], importance: Tensor | None, places: Tensor) -> tuple[list[Tensor], Tensor | None]:
+    """Vectors and importance of the tokens at these places [B, n]."""
+    moved = [x.take_along_dim(places[:, None, :, None], 2) for x in tokens]
+    return moved, None if importance is None else importance.take_along_dim(places[:, None], 2)
 
 
 def _disorder(real: Tensor, keeps_states: bool) -> bool:
@@ -101,9 +106,8 @@ def _continued(
         after: Sequence[Tensors] = [state.reorder(own) for state in states]
         if count:
             places = real[own].nonzero()[:, 1].view(len(own), count)
-            moved = (x[own].take_along_dim(places[:, None, :, None], 2) for x in tokens)
+            moved, important = _taken([x[own] for x in tokens], None if importance is None else importance[own], places)
             weights = weight[own].gather(1, places)
-            important = None if importance is None else importance[own].take_along_dim(places[:, None], 2)
             plain = None if (weights == 1).all() else weights
             piece, after = run(*moved, weight=plain, importance=important, states=after)
             out[own[:, None], :, places] = piece.transpose(1, 2)
