@@ -39,7 +39,7 @@ def pool_of(layer):
     return whole[:, :size], whole
 
 
-def check(layer, calls, groups, exact=False):
+def check(layer, calls, groups, exact=False, important=False):
     """Sequences that read pieces of texts in turns, some together, by pages and each by states of its own."""
     pool, whole = pool_of(layer)
     pages, begun = torch.randperm(PAGES)[:4], {}
@@ -49,15 +49,21 @@ def check(layer, calls, groups, exact=False):
         call = dict(sorted(call.items(), key=lambda item: item[1] > 1))  # those that read one token stand first
         starts, out = [0, *accumulate(call.values())], []
         inputs = inputs_of(layer, number, 1, groups, starts[-1])
+        importance = torch.rand(1, layer.kv_heads, starts[-1]) if important else None
+        begin = {place for place, n in enumerate(call) if n not in begun}
         for (n, length), start in zip(call.items(), starts, strict=False):
             if n not in begun:
                 begun[n] = layer.compressed.layout.empty(1, torch.device("cpu"))
                 pool[pages[n]] = begun[n].rows[0]
-            own = [x[:, :, start : start + length] for x in inputs]
-            found, (begun[n],) = layer(*own, scaling=SCALING, states=[begun[n]], exact=exact)
+            own, tokens = [x[:, :, start : start + length] for x in inputs], slice(start, start + length)
+            states = None if length > 1 and list(call).index(n) in begin else [begun[n]]
+            options = {"exact": exact, "importance": None if importance is None else importance[:, :, tokens]}
+            found, (begun[n],) = layer(*own, scaling=SCALING, states=states, **options)
             out.append(found)
         own = Call(*tokens_of(inputs), SCALING, exact=exact)
-        found = read_pages(layer, own, pool, pages[list(call)], starts)
+        if important:
+            own = own._replace(importance=importance.permute(2, 1, 0))
+        found = read_pages(layer, own, pool, pages[list(call)], starts, begin)
         assert torch.equal(found.transpose(0, 2), torch.cat(out, 2))
         assert all(torch.equal(pool[pages[n]], begun[n].rows[0]) for n in call)
     assert torch.equal(whole[free], untouched[0])
@@ -91,7 +97,9 @@ def test_without_kernels_and_with_exact_prefill(exact, kernels, monkeypatch):
     if not kernels:
         monkeypatch.setattr(compiled, "usable", lambda *_: False)
     layer = layer_of(sizes=[SIZE, SIZE._replace(window=3)])
-    check(layer, [{0: 9, 2: 9}, {1: 1}, {2: 1, 1: 1, 0: 1}, {0: 12, 1: 1, 3: 1}], 2, exact)
+    calls = [{0: 9, 2: 9}, {1: 1}, {2: 1, 1: 1, 0: 1}, {0: 12, 1: 1, 3: 1}]
+    check(layer, calls, 2, exact)
+    check(layer, [*calls, {1: 1, 0: 80, 3: 80}, {2: 1, 3: 70}], 2, exact, important=True)
 
 
 @needs_kernels
@@ -114,13 +122,15 @@ def test_what_does_not_fit_together_is_refused(bytes_, pages, starts, words):
 
 
 def test_neighbors_with_as_many_tokens_are_a_batch(monkeypatch):
-    assert batches([1, 1, 9, 9, 2], parts=True) == [(0, 2), (2, 3), (3, 4), (4, 5)]
-    assert batches([1, 1, 9, 9, 2], parts=False) == [(0, 2), (2, 4), (4, 5)]
+    kinds = [(tokens, False) for tokens in (1, 1, 9, 9, 2)]
+    assert batches(kinds, parts=True) == [(0, 2), (2, 3), (3, 4), (4, 5)]
+    assert batches(kinds, parts=False) == [(0, 2), (2, 4), (4, 5)]
+    assert batches([(9, True), (9, False)], parts=False) == [(0, 1), (1, 2)]
     monkeypatch.setattr(compiled, "usable", lambda *_: False)
     layer = layer_of(sizes=[SIZE, SIZE._replace(window=3)])
     inputs, pages, found = tokens_of(inputs_of(layer, 0, 1, 2, 27)), torch.tensor([3, 6, 1, 0]), []
     for parts in (True, False):
-        monkeypatch.setattr("dofla.layers.pages.batches", lambda lengths, parts, own=parts: batches(lengths, own))
+        monkeypatch.setattr("dofla.layers.pages.batches", lambda kinds, parts, own=parts: batches(kinds, own))
         pool, _ = pool_of(layer)
         pool[:] = layer.compressed.layout.empty(1, torch.device("cpu")).rows
         for tokens, starts in ((27, [0, 1, 10, 19, 27]), (4, [0, 1, 2, 3, 4])):

@@ -25,7 +25,8 @@ def saved(folder, **options):
 
 
 def compressed_in(folder, model, tokenizer, **options):
-    """A model, compressed if there are options, and its folder. It reads prompts as vLLM does, without predictions."""
+    """A model, compressed if there are options, and its folder. How its prompts are cut into pieces changes nothing,
+    unless the options have another prefill."""
     windows = dofla.token_windows("sample", tokenizer, windows=12)
     if options:
         found = dofla.calibrate(model, windows, progress=False, head_budgets="even")
@@ -48,6 +49,13 @@ def compressed(tmp_path_factory):
     """Head budgets differ, so that states of layers do, and some heads hold every token."""
     options = {"size": "128KiB", "context": 512, "retrieval_heads": 3}
     return saved(tmp_path_factory.mktemp("compressed"), uneven=True, **options)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def important(tmp_path_factory):
+    """Of prompts it retains what is predicted to be important, as by default; one head holds every token."""
+    options = {"size": "128KiB", "context": 512, "retrieval_heads": 1, "prefill": "auto"}
+    return saved(tmp_path_factory.mktemp("important"), **options)
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -105,6 +113,12 @@ def prompts():
 def check(compressed, prompts):
     """The function that checks what was written after the prompt of a number."""
     return check_of(compressed[0], prompts)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def check_important(important, prompts):
+    """:func:`check` of the model that retains what is important."""
+    return check_of(important[0], prompts)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -143,6 +143,18 @@ def test_sampling_follows_its_seed(llm, prompts):
 
 
 @pytest.mark.slow
+@pytest.mark.slow
+@pytest.mark.parametrize("candidates", [None, NGRAM])
+def test_what_is_important_of_a_prompt_is_retained_as_in_transformers(
+    important, prompts, check_important, candidates, monkeypatch
+):
+    if candidates:
+        monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")  # once numba is imported, no other engine can be made
+    llm = engine(important[1], max_num_batched_tokens=4096, speculative_config=candidates)
+    for n, tokens in enumerate(texts(llm, prompts)):
+        check_important(n, tokens)
+
+
 def test_more_requests_than_pages_wait_for_their_turn(compressed, prompts, check):
     few = engine(compressed[1], num_gpu_blocks_override=6)
     for n, tokens in enumerate(texts(few, prompts)):

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from dofla.attention import attention_and_importance
-from dofla.integration.cache import input_of
 from dofla.integration.recorder import AttentionCall, recording, run_body
+from dofla.layers import input_of
 
 FIRST = 16
 """Tokens of a text that do not count: attention sinks are none of the predictor's concern."""

@@ -16,6 +16,7 @@ from dofla.errors import DoflaError
 from dofla.integration.instead import DOFLA, computed_instead
 from dofla.integration.prompt_reading import PromptReading
 from dofla.integration.rollback import LEAST, History
+from dofla.layers import input_of
 
 logger = logging.getLogger(__name__)
 _NOTHING = torch.empty(0, device="cpu")
@@ -266,12 +267,6 @@ def record_candidates(model: Any, args: tuple, kwargs: dict[str, Any]) -> None:
     for module in model.modules():
         if cache is not None and "dofla" in module._modules:
             state_entry(cache, module).activate_past_recording()
-
-
-def input_of(args: tuple, kwargs: dict[str, Any]) -> Tensor | None:
-    """The input [B, L, D] of an attention module among its arguments; None if it comes in another form."""
-    hidden = args[0] if args else kwargs.get("hidden_states")
-    return hidden if isinstance(hidden, Tensor) and hidden.ndim == 3 else None
 
 
 def cache_of(args: tuple, kwargs: dict[str, Any]) -> Cache | None:

@@ -2,6 +2,7 @@
 reading (KVzap, arXiv 2601.07891)."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -44,3 +45,9 @@ class ImportancePredictor(nn.Module):
         weight = self.weight.to(hidden.device)
         logarithm = hidden.float() @ weight[:, :-1].mT + weight[:, -1]
         return logarithm.clamp(LEAST, MOST).exp().mT
+
+
+def input_of(args: tuple, kwargs: dict[str, Any]) -> Tensor | None:
+    """The input [B, L, D] of an attention module among its arguments; None if it comes in another form."""
+    hidden = args[0] if args else kwargs.get("hidden_states")
+    return hidden if isinstance(hidden, Tensor) and hidden.ndim == 3 else None

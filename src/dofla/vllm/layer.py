@@ -1,6 +1,7 @@
 """A layer's attention through a compressed cache, whose states are pages of vLLM's cache."""
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +14,7 @@ from vllm.v1.kv_cache_interface import KVCacheSpec
 from dofla.attention import Call
 from dofla.attention.coding.coder import check_coders
 from dofla.attention.layout import CompressedState, Layouts
-from dofla.layers import layer_of, read_pages, take_heads
+from dofla.layers import input_of, layer_of, read_pages, take_heads
 from dofla.plans.layers import CompressedLayer
 from dofla.vllm import BACKEND
 from dofla.vllm.metadata import StateSpec
@@ -28,6 +29,8 @@ class CompressedAttention(nn.Module, MambaBase):
         heads: query heads in this process.
         scaling: of the scores.
         exact_prefill: whether several tokens at once attend exactly to one another.
+        predicts: whether what is retained of several tokens at once goes by their predicted importance, if the layer
+            knows how to predict it.
         name: of the module, by which vLLM knows it.
         length: tokens of a request that a page has room for, in heads that hold every one.
         context: vLLM's table of such modules, where it enters itself.
@@ -41,6 +44,7 @@ class CompressedAttention(nn.Module, MambaBase):
         heads: int,
         scaling: float,
         exact_prefill: bool,
+        predicts: bool,
         name: str,
         length: int,
         context: dict[str, nn.Module],
@@ -54,6 +58,8 @@ class CompressedAttention(nn.Module, MambaBase):
         self._compressed, self._length = compressed, length
         self._before, self.page = layout.empty(1, torch.device("cpu")).rows, page_bytes(layer, length, ranks)
         self.heads, self.scaling, self.exact_prefill = heads, scaling, exact_prefill
+        self.predicts = predicts and self.layer.predictor is not None
+        self._hidden: Tensor | None = None
         self.prefix = name
         context[name] = self
         self.kv_cache = (torch.empty(0),)
@@ -113,14 +119,19 @@ class CompressedAttention(nn.Module, MambaBase):
         rows = self._compressed.resized(state, self._length).rows
         self.kv_cache[0][page, : rows.shape[1]] = rows[0].to(self.kv_cache[0].device)
 
+    def take_input(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        """Forward pre-hook of the module whose attention this is: what it reads, for the forward that follows."""
+        self._hidden = input_of(args, kwargs)
+
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Outputs [rows, H · dv] of queries [rows, H · d], keys [rows, Hkv · d] and values [rows, Hkv · dv]."""
-        out = torch.empty_like(query)
-        torch.ops.vllm.dofla_attention(query, key, value, out, self.prefix)
+        out, hidden, self._hidden = torch.empty_like(query), self._hidden, None
+        torch.ops.vllm.dofla_attention(query, key, value, hidden, out, self.prefix)
         return out
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, out: Tensor) -> None:
-        """Fill ``out`` [rows, H · dv] for the requests of the step, and write their states."""
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, hidden: Tensor | None, out: Tensor) -> None:
+        """Fill ``out`` [rows, H · dv] for the requests of the step, and write their states. What the module reads is
+        ``hidden`` [1, rows, D], where importance is predicted."""
         metadata = get_forward_context().attn_metadata
         if metadata is None:  # a run that only measures memory
             out.zero_()
@@ -136,8 +147,12 @@ class CompressedAttention(nn.Module, MambaBase):
             rows = slice(step.starts[-1]) if step.rows is None else step.rows
             whole = step.rows is None and step.starts[-1] == len(query)
             query, key, value = vectors if whole else [x[rows] for x in vectors]
-            call = Call(query, key, value, self.scaling, exact=self.exact_prefill)
-            out[rows] = read_pages(self.layer, call, pool, step.pages, step.starts).flatten(1)
+            importance = None
+            if hidden is not None and step.starts[-1] > len(step.pages):  # some have several tokens
+                importance = self.layer.predicted(hidden[0, rows].unsqueeze(1))
+            call = Call(query, key, value, self.scaling, exact=self.exact_prefill, importance=importance)
+            call = call._replace(room=self._length)
+            out[rows] = read_pages(self.layer, call, pool, step.pages, step.starts, step.begin).flatten(1)
 
 
 def heads_of(kv_heads: int, rank: int, ranks: int) -> list[int]:
@@ -156,11 +171,13 @@ def page_bytes(layer: CompressedLayer, length: int, ranks: int) -> int:
     return max(layout.with_room(length).bytes for layout in layouts)
 
 
-def _attend(query: Tensor, key: Tensor, value: Tensor, out: Tensor, layer_name: str) -> None:
-    get_forward_context().no_compile_layers[layer_name].attend(query, key, value, out)
+def _attend(query: Tensor, key: Tensor, value: Tensor, hidden: Tensor | None, out: Tensor, layer_name: str) -> None:
+    get_forward_context().no_compile_layers[layer_name].attend(query, key, value, hidden, out)
 
 
-def _attend_fake(query: Tensor, key: Tensor, value: Tensor, out: Tensor, layer_name: str) -> None:
+def _attend_fake(
+    query: Tensor, key: Tensor, value: Tensor, hidden: Tensor | None, out: Tensor, layer_name: str
+) -> None:
     return
 
 

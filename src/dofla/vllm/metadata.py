@@ -40,12 +40,14 @@ class Round:
             one token come first.
         rows: of these tokens in the batch [tokens], int64; None for all from the first on.
         copies: pages to be copied before, and where to.
+        begin: the requests, by number, that begin with these tokens.
     """
 
     pages: Tensor
     starts: list[int]
     rows: Tensor | None
     copies: tuple[list[int], list[int]]
+    begin: frozenset[int]
 
 
 class CompressedCacheBuilder(AttentionMetadataBuilder[list[Round]]):
@@ -92,7 +94,7 @@ class CompressedCacheBuilder(AttentionMetadataBuilder[list[Round]]):
             if first:
                 self._begin(pages[torch.tensor(first, device=self.device)])
             count = sum(tokens > 0 for tokens in new)
-            return [Round(pages[:count], starts[: count + 1], None, ([], []))]
+            return [Round(pages[:count], starts[: count + 1], None, ([], []), frozenset(first))]
         rounds, tables = [], table[: len(new), :most].tolist()
         for place in range(most):
             # One token after the other, unless there are more than can be candidates.
@@ -108,23 +110,23 @@ class CompressedCacheBuilder(AttentionMetadataBuilder[list[Round]]):
     def _round(self, tables: list[list[int]], place: int, before: list[int], rows: dict[int, range]) -> Round:
         """The states of these requests, by their rows, go from page ``place`` - 1, or where they are, to ``place``."""
         order = sorted(rows, key=lambda n: len(rows[n]) > 1)
-        pages, copies, begins = [], {}, []
+        pages, copies, begin = list[int](), {}, set[int]()
         for n in order:
             own = tables[n]
-            pages.append(own[place])
             if not before[n] + place:
-                begins.append(own[0])
+                begin.add(len(pages))
             elif (source := own[place - 1] if place else self._after(before[n], own)) != own[place]:
                 copies[own[place]] = source
+            pages.append(own[place])
             for page in own if not place else ():
                 self._tokens.pop(page, None)
             self._tokens[own[place]] = before[n] + place + len(rows[n])
         starts = [0, *accumulate(len(rows[n]) for n in order)]
         places = torch.tensor([row for n in order for row in rows[n]], device=self.device)
         turned = list(copies.values()), list(copies)
-        if begins:
-            self._begin(torch.tensor(begins, device=self.device))
-        return Round(torch.tensor(pages, device=self.device), starts, places, turned)
+        if begin:
+            self._begin(torch.tensor([pages[n] for n in begin], device=self.device))
+        return Round(torch.tensor(pages, device=self.device), starts, places, turned, frozenset(begin))
 
     def _begin(self, pages: Tensor) -> None:
         """Write the state before the first token into these pages of all layers."""

@@ -56,8 +56,8 @@ class _Compressed(TransformersForCausalLM, HasInnerState, SupportsMambaPrefixCac
         super()._create_attention_instances(prefix)
         if plan.prefill == "twice":
             logger.warning("prefill is twice: vLLM gives prompts in pieces, which are read once, exactly")
-        by_default = "exact" if self.device_config.device.type == "cuda" else "sequential"
-        exact = (by_default if plan.prefill == "auto" else plan.prefill) != "sequential"
+        on_gpu, predicts = self.device_config.device.type == "cuda", plan.prefill != "sequential"
+        exact = on_gpu if plan.prefill == "auto" else predicts
         compressed, made, length = plan.compressed, [], self.model_config.max_model_len
         rank, ranks = self.tp_group.rank_in_group, self.tp_group.world_size
         if plan.growing:
@@ -74,8 +74,11 @@ class _Compressed(TransformersForCausalLM, HasInnerState, SupportsMambaPrefixCac
             del context[getattr(module, VLLM_ATTN_ATTR).layer_name]
             scaling = fuser.scale(module) or layer.head_dim**-0.5
             heads = self.text_config.num_attention_heads // ranks
-            made.append(CompressedAttention(layer, rank, ranks, heads, scaling, exact, own, length, context))
+            reads = exact, predicts
+            made.append(CompressedAttention(layer, rank, ranks, heads, scaling, *reads, own, length, context))
             setattr(module, VLLM_ATTN_ATTR, made[-1])
+            if made[-1].predicts:
+                module.register_forward_pre_hook(made[-1].take_input, with_kwargs=True)
         if len(made) < len(compressed) and self.pp_group.world_size == 1:
             raise DoflaError(
                 f"the plan of the checkpoint has {len(compressed)} compressed layers, the model {len(made)} of them: "
