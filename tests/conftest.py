@@ -7,6 +7,7 @@ import atexit
 import os
 import shutil
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -95,9 +96,9 @@ class Tiny:
         return self._plan(model, FeatureLayer, features=features, **options)
 
     def compressed_plan(self, model: PreTrainedModel, **sizes) -> Plan:
-        """The same compressed cache of a few tokens in every layer."""
+        """The same compressed cache of a few tokens in every layer. How a text is cut into calls changes nothing."""
         few = {"window": 4, "sinks": 2, "newest": 5, "heavy_hitters": 6}
-        return self._plan(model, CompressedLayer, **few | sizes)
+        return replace(self._plan(model, CompressedLayer, **few | sizes), prefill="sequential")
 
     def compressed(self, model: PreTrainedModel, **sizes) -> PreTrainedModel:
         """The model with such caches, which are not calibrated."""

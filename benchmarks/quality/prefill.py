@@ -59,7 +59,6 @@ def main(
     shown = table("prefill", *texts, "mean", "time", gap=2)
     ways = [("sequential", length), *(("exact", n) for n in split or [512, 2048, 8192])]
     if not no_evict:
-        ways[1:1] = [("auto", length)]
         ways.append(("twice", length))
     cache = {"evict": False} if no_evict else {"size": size, "retrieval_heads": 0}
     for way, tokens in ways:

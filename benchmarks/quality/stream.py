@@ -37,6 +37,7 @@ from dofla.display import size, table
 from dofla.errors import DoflaError
 from dofla.evaluation.language import bootstrap_interval
 from dofla.integration.cache import CACHE_ARGUMENT, cache_bytes
+from dofla.integration.interface import token_by_token
 from dofla.integration.recorder import evaluation_mode
 from dofla.storage.files import write_json
 
@@ -112,6 +113,7 @@ def interval(values: Tensor) -> str:
 
 
 @torch.inference_mode()
+@token_by_token()
 def main(
     student: Annotated[str, typer.Argument(help="Folder of an adapter or a standalone student.")],
     text: Annotated[Path, typer.Option(help="One long text; its documents are read one after the other.")],

@@ -75,7 +75,7 @@ def test_options_go_to_compress(folder, calibration):
     assert [x.kind for x in plan.layers] == ["softmax", "compressed"]
     assert (plan.context, plan.made_by["size"]) == (200, 3_000)
     asked = {"quant_method": "dofla_cache", "size": "3KB", "context": 200}
-    defaults = {"head_budgets": "measured", "prefill": "auto", "retrieval_heads": "auto", "evict": True, "bits": 3.0}
+    defaults = {"head_budgets": "measured", "prefill": "exact", "retrieval_heads": "auto", "evict": True, "bits": 3.0}
     assert dofla.CacheConfig("3KB", context=200).to_dict() == asked | defaults
 
 

@@ -62,7 +62,7 @@ def test_refusals(tiny):
         DoflaError, match="no tokenizer to calibrate with: give the tokenizer, windows of text, or a cal"
     ):
         dofla.compress(tiny.llama(), size="1KiB")
-    with pytest.raises(DoflaError, match="prefill is 'stream': choose one of auto, exact, sequential"):
+    with pytest.raises(DoflaError, match="prefill is 'stream': choose one of exact, sequential"):
         dofla.compress(tiny.llama(), tiny.tokens(2, 16), prefill="stream")
     with pytest.raises(DoflaError, match="is bidirectional: an encoder keeps no tokens"):
         dofla.compress(tiny.vit(), tiny.images(2), "3KB")

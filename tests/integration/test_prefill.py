@@ -13,7 +13,7 @@ from dofla.integration.cache import CACHE_ARGUMENT
 from dofla.integration.interface import token_by_token
 from dofla.integration.recorder import recording, run_body
 from dofla.integration.second_reading import _obstacle
-from dofla.serving import Session, load_state, read_prompt, save_state
+from dofla.serving import ContinuousBatching, Session, load_state, read_prompt, save_state
 
 LENGTH = 200
 
@@ -78,11 +78,11 @@ def test_without_a_cache_tokens_are_read_one_after_the_other(tiny, windows):
     with torch.no_grad():
         single = model(input_ids=ids, use_cache=False).logits
     assert torch.allclose(read(model, ids).logits, single, atol=1e-4)
-    for prefill in ("auto", "exact"):
+    for prefill in ("exact", "twice"):
         assert torch.equal(compressed(tiny, windows, prefill)(input_ids=ids, use_cache=False).logits, single)
 
 
-@pytest.mark.parametrize("prefill", ["auto", "exact", "twice"])
+@pytest.mark.parametrize("prefill", ["exact", "twice"])
 def test_decoding_goes_on_after_an_exact_prefill(tiny, windows, prefill):
     """Left-padded rows are continued as those rows alone are."""
     model, ids = compressed(tiny, windows, prefill), windows[:2].clone()
@@ -136,7 +136,7 @@ def test_a_prompt_is_important_by_its_second_reading(tiny, windows, importances,
     assert all(importance is None for importance in importances)
 
 
-@pytest.mark.parametrize("prefill", ["auto", "twice"])
+@pytest.mark.parametrize("prefill", ["exact", "twice"])
 def test_importance_serves_beams_assistants_saved_prompts_and_sessions(tiny, windows, importances, tmp_path, prefill):
     model, ids = compressed(tiny, windows, prefill), windows[:1]
     options = {"max_new_tokens": 5, "do_sample": False}
@@ -148,6 +148,8 @@ def test_importance_serves_beams_assistants_saved_prompts_and_sessions(tiny, win
     save_state(cache, ids[:, :-1], tmp_path / "prompt.safetensors", model)
     again = model.generate(ids, **{CACHE_ARGUMENT: load_state(tmp_path / "prompt.safetensors", model)[1]}, **options)
     assert torch.equal(Session(model).generate(ids, **options), again)
+    with ContinuousBatching(model) as batching:
+        assert torch.equal(batching.generate(ids, **options), wanted)
 
 
 @pytest.mark.parametrize("family", ["gpt2", "opt", "gemma3"])
@@ -189,7 +191,7 @@ def test_a_prompt_without_room_for_a_second_time_is_read_once(tiny, windows, imp
     model.config.max_position_embeddings = 2 * LENGTH - 1
     read(model, windows[:1])
     assert "a prompt of 200 tokens is read once" in caplog.text
-    predicted, once = importances[-len(model.model.layers) :], compressed(tiny, windows, "auto")
+    predicted, once = importances[-len(model.model.layers) :], compressed(tiny, windows, "exact")
     importances.clear()
     read(once, windows[:1])
     assert torch.equal(predicted[0], importances[0])  # later layers read what the ways of this one give

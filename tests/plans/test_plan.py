@@ -230,7 +230,7 @@ def test_a_field_that_is_off_is_one_line_naming_file_layer_and_field(tmp_path, l
         (lambda data: data.update(context=0), "context is 0: give a number of tokens"),
         (lambda data: data.update(context=True), "context is True"),
         (lambda data: data.update(context="512"), "context is '512'"),
-        (lambda data: data.update(prefill="stream"), "prefill is 'stream': choose one of auto, exact, sequential"),
+        (lambda data: data.update(prefill="stream"), "prefill is 'stream': choose one of exact, sequential"),
     ],
 )
 def test_a_plan_of_another_form_is_one_line_naming_the_file(tmp_path, change, message):

@@ -54,7 +54,7 @@ def compressed(tmp_path_factory):
 @pytest.fixture(scope="session", autouse=True)
 def important(tmp_path_factory):
     """Of prompts it retains what is predicted to be important, as by default; one head holds every token."""
-    options = {"size": "128KiB", "context": 512, "retrieval_heads": 1, "prefill": "auto"}
+    options = {"size": "128KiB", "context": 512, "retrieval_heads": 1, "prefill": "exact"}
     return saved(tmp_path_factory.mktemp("important"), **options)
 
 

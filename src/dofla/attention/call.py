@@ -28,9 +28,8 @@ class Call(NamedTuple):
         room: tokens of a sequence that a state is to have room for, in heads that hold every one; None for what it has.
         smoothing: what keys and queries are to go through first, if anything.
         importance: [B, Hkv, L], by which tokens are retained at the end of the call, beside the attention of its last
-            queries: the sums of the squared weights that they will get, measured or predicted. Where there are no
-            queries (of theirs L is 0), it decides alone. None where all queries of an exact call decide, or tokens are
-            evicted one by one as others come.
+            queries, of an exact call: the sums of the squared weights that they will get, measured or predicted. Where
+            there are no queries (of theirs L is 0), it decides alone; where it is None, all queries decide.
     """
 
     query: Tensor

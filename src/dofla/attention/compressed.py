@@ -73,19 +73,12 @@ class CompressedHeads(HeadGroup[CompressedState]):
         tokens = call.key.shape[-2]
         if tokens == 1 or (state is not None and tokens < LEAST_AT_ONCE):
             call = call._replace(importance=None)
-        if call.exact and tokens > 1:
-            all_at_once = state is None and not self.evicts and call.importance is None
+        # Where nothing is evicted there is nothing to select, and what goes on from a cache is read sooner on a CPU by
+        # the kernels for tokens one after the other.
+        if call.exact and tokens > 1 and (self.evicts or state is None or call.key.is_cuda):
+            all_at_once = state is None and not self.evicts and call.query.shape[2] > 0
             held = self._hold_all(call, backend) if all_at_once else None
             return held or self._exact_prefill(call, state, backend)
-        if call.importance is None:
-            return self._one_by_one(call, state, backend)
-        out, _ = self._one_by_one(call._replace(in_place=False), state, backend)
-        return out, self._exact_prefill(call, state, backend, attends=False)[1]
-
-    def _one_by_one(
-        self, call: Call, state: CompressedState | None, backend: Backend
-    ) -> tuple[Tensor, CompressedState]:
-        """A call whose tokens come one after the other."""
         before = self._with_room(call, state)
         return backend.read_compressed(self, call, before) or self._read(call.smoothed(), before, backend)
 
@@ -97,11 +90,11 @@ class CompressedHeads(HeadGroup[CompressedState]):
         return _softmax(call), after
 
     def _exact_prefill(
-        self, call: Call, state: CompressedState | None, backend: Backend, attends: bool = True
+        self, call: Call, state: CompressedState | None, backend: Backend
     ) -> tuple[Tensor, CompressedState]:
         """An exact call: heads with one local window at once, but for attention, where it needs nothing of theirs. One
-        that does not attend, for the state alone, has an output that means nothing."""
-        whole, attends = None, attends and call.query.shape[2] > 0
+        without queries is for the state alone."""
+        whole, attends = None, call.query.shape[2] > 0
         if attends and state is None and call.importance is not None and call.key.shape[2] <= MOST_TOKENS:
             whole, attends = _softmax(call), False
         if not attends:

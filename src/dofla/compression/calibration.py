@@ -96,7 +96,7 @@ class Calibration(Result):
         target: Target,
         size: int | None,
         retrieval_heads: int | str = 0,
-        prefill: str = "auto",
+        prefill: str = "exact",
         bits: float = BITS,
     ) -> Converted:
         """Give a model a cache of so many bytes, or, for None, one in which all heads grow; in place and untried."""
@@ -115,7 +115,7 @@ class Calibration(Result):
         target: Target,
         size: int | None,
         retrieval_heads: int | str = 0,
-        prefill: str = "auto",
+        prefill: str = "exact",
         bits: float = BITS,
     ) -> Plan:
         """The plan of that cache."""

@@ -47,7 +47,7 @@ def compress(
     tokenizer: PreTrainedTokenizerBase | None = None,
     keep_softmax: Collection[str] | None = (),
     batch_size: int = 1,
-    prefill: str = "auto",
+    prefill: str = "exact",
     progress: Callable[[str, int, int], None] | bool = True,
 ) -> PreTrainedModel:
     """Give a causal model a compressed cache, in place and without training: recent tokens in int8, older ones in 3
@@ -84,11 +84,9 @@ def compress(
         prefill: how a prompt is read into the cache. ``exact``: its tokens attend exactly to one another, and those to
             retain are selected at the end of each call, by importance that is predicted from what layers read, or by
             the attention of all queries where the calibration is older. ``sequential``: token by token, as decoding and
-            :func:`dofla.evaluate` go on. ``auto``: as exact on a GPU, where that is faster, and without eviction in
-            calls that begin a sequence; else tokens see what they would see token by token, and are selected as in
-            exact. ``twice``: a prompt that begins a sequence is read twice by softmax attention, and tokens that the
-            second time attends to are retained. More facts are found, and reading takes up to three times softmax
-            attention's time.
+            :func:`dofla.evaluate` go on, so that it does not matter how a text is cut into calls. ``twice``: a prompt
+            that begins a sequence is read twice by softmax attention, and tokens that the second time attends to are
+            retained. Reading takes up to three times softmax attention's time.
         progress: a bar by default, where there is a terminal or a notebook; False for none; or a function, which is
             called with (stage, done, total) as by :func:`dofla.calibrate`.
 
@@ -147,7 +145,7 @@ def check_fit(
     calibration: Calibration | None = None,
     head_budgets: str = "measured",
     retrieval_heads: int | str = AUTO,
-    prefill: str = "auto",
+    prefill: str = "exact",
     has_tokenizer: bool = True,
     bits: float = BITS,
 ) -> None:

@@ -56,7 +56,7 @@ class CacheConfig(QuantizationConfigMixin):
     evict: bool = True
     bits: float = BITS
     keep_softmax: Collection[str] = ()
-    prefill: str = "auto"
+    prefill: str = "exact"
 
     @property
     def options(self) -> dict[str, Any]:

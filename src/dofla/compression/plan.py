@@ -37,7 +37,7 @@ def compressed_plan(
     size: int | None,
     *,
     head_budgets: HeadBudgets | None = None,
-    prefill: str = "auto",
+    prefill: str = "exact",
     bits: float = BITS,
 ) -> Plan:
     """The plan of :func:`dofla.compress` for a cache of ``size`` bytes, or one in which all heads grow; DoflaError as

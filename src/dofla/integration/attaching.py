@@ -31,7 +31,7 @@ class AttachedLayer(AttentionLayer):
 
     Its parameters stay float32 whatever dtype the model is moved to: exponents of real heads pass 100, where a
     half-precision log-feature would be off by whole factors. ``beside_softmax`` says whether other layers stay softmax,
-    ``positions`` how many there are for it, if that is known, ``prefill`` and ``evicts`` what the plan of all says.
+    ``positions`` how many there are for it, if that is known, ``prefill`` how the plan has prompts read.
     """
 
     hooks: list[RemovableHandle]  # that hand it its entry of the cache
@@ -40,7 +40,7 @@ class AttachedLayer(AttentionLayer):
         super().__init__(*parts_of(layer))
         self.name, self.positions = layer.name, positions
         self.beside_softmax = len(plan.converted) < len(plan.layers)
-        self.prefill, self.evicts = plan.prefill, plan.evicts
+        self.prefill = plan.prefill
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True):
         def move_only(t: Tensor) -> Tensor:

@@ -74,7 +74,7 @@ def dofla_attention(
         )
         run = _outside_the_graph if outside else _run
         exact = _prefills_exactly(layer, query, dofla_entry)
-        importance = _importance(layer, dofla_hidden, key, dofla_entry)
+        importance = _importance(layer, dofla_hidden, key) if exact else None
         vectors = asked, key, value, weight, importance
         out = run(layer, dofla_entry, vectors, scaling=own_scaling, causal=causal, exact=exact)
     out = out.transpose(1, 2).contiguous()
@@ -142,20 +142,13 @@ class _Detached(torch.autograd.Function):
 def _prefills_exactly(layer: nn.Module, query: Tensor, entry: Any) -> bool:
     """True if the call is an exact prefill. Without a cache it is none, so that a single pass over a text, as
     evaluation and training make it, gives what decoding the text would give."""
-    if entry is None or query.shape[-2] == 1 or one_by_one():
-        return False
-    if layer.prefill != "auto":
-        return layer.prefill != "sequential"
-    # On a CPU the kernels for tokens one after the other read sooner what goes on from a cache.
-    return query.is_cuda or not (layer.evicts or entry.states)
+    return entry is not None and query.shape[-2] > 1 and layer.prefill != "sequential" and not one_by_one()
 
 
-def _importance(layer: Any, hidden: Tensor | None, key: Tensor, entry: Any) -> Tensor | None:
+def _importance(layer: AttentionLayer, hidden: Tensor | None, key: Tensor) -> Tensor | None:
     """The importance [B, Hkv, L] by which the tokens with keys [B, Hkv, L, d] are retained, where it is predicted."""
     predictor, tokens = layer.predictor, key.shape[2]
-    if predictor is None or hidden is None or entry is None or layer.prefill == "sequential":
-        return None
-    if tokens == 1 or one_by_one():
+    if predictor is None or hidden is None:
         return None
     fits = hidden.shape == (len(key), tokens, predictor.weight.shape[1] - 1)
     return layer.predicted(hidden) if fits else None

@@ -28,7 +28,7 @@ def read_pages(
     Returns:
         Output [L, H, 1, dv].
     """
-    if starts[-1] == len(starts) - 1 or not (call.exact or call.importance is not None):
+    if starts[-1] == len(starts) - 1 or not call.exact:
         found = _in_place(layer, call, pool, pages, starts)
         if found is not None:
             return found

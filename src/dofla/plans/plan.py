@@ -22,13 +22,12 @@ _FORMAT = 4  # 3 had one kind of layers, with several tiers
 
 LENGTHS = (2048, 8192, 32768, 131072)
 """Tokens of which the bytes of caches that grow are shown."""
-PREFILLS = ("auto", "exact", "sequential", "twice")
+PREFILLS = ("exact", "sequential", "twice")
 """Ways in which several tokens enter a compressed cache: ``exact``, they attend exactly to the cache and to one
 another, and those to retain are selected at the end of the call, by importance that is predicted
 (:class:`dofla.layers.ImportancePredictor`) where it can be; ``sequential``, one after the other, as decoding goes on;
-``auto``, exact on a GPU, where it is faster, and where nothing is evicted in calls that begin a sequence, or else with
-the outputs of sequential and the selection of exact; ``twice``, a prompt is read by softmax attention and then once
-more, which tells what is needed later (:mod:`dofla.integration.second_reading`), and later calls are exact."""
+``twice``, a prompt is read by softmax attention and then once more, which tells what is needed later
+(:mod:`dofla.integration.second_reading`), and later calls are exact."""
 
 
 def held_out_line(held_out: Mapping[str, float]) -> str:
@@ -64,7 +63,7 @@ class Plan(Result):
     model: str = ""
     made_by: dict[str, Any] = field(default_factory=dict)
     context: int | None = None
-    prefill: str = "auto"
+    prefill: str = "exact"
 
     def __getitem__(self, name: str) -> LayerPlan:
         for layer in self.layers:
@@ -147,7 +146,7 @@ class Plan(Result):
         """Plain data, one short entry per layer."""
         head = {"format": _FORMAT, "model": self.model, "made_by": self.made_by}
         head |= {} if self.context is None else {"context": self.context}
-        head |= {} if self.prefill == "auto" else {"prefill": self.prefill}
+        head |= {} if self.prefill == "exact" else {"prefill": self.prefill}
         return head | {"layers": {layer.name: layer.to_dict() for layer in self.layers}}
 
     @classmethod
@@ -168,7 +167,8 @@ class Plan(Result):
         context = data.get("context")
         if context is not None and not (is_integer(context) and context > 0):
             raise DoflaError(f"{where}: context is {context!r}: give a number of tokens, or leave it out")
-        prefill = data.get("prefill", "auto")
+        prefill = data.get("prefill", "exact")
+        prefill = "exact" if prefill == "auto" else prefill  # of earlier versions
         with about(where):
             check_prefill(prefill)
         return cls(plans, str(data.get("model", "")), made_by, context, prefill)

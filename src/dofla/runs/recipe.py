@@ -210,7 +210,7 @@ class Compression(Recipe):
     head_budgets: str = "measured"
     retrieval_heads: int | str = "auto"
     keep_softmax: list[str] = field(default_factory=list)
-    prefill: str = "auto"
+    prefill: str = "exact"
     evict: bool = True
     bits: float = 3.0
 

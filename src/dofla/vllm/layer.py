@@ -28,9 +28,8 @@ class CompressedAttention(nn.Module, MambaBase):
         rank, ranks: the number of this process among those that divide the heads, and how many these are.
         heads: query heads in this process.
         scaling: of the scores.
-        exact_prefill: whether several tokens at once attend exactly to one another.
-        predicts: whether what is retained of several tokens at once goes by their predicted importance, if the layer
-            knows how to predict it.
+        exact_prefill: whether several tokens at once attend exactly to one another, and those to retain are selected at
+            the end.
         name: of the module, by which vLLM knows it.
         length: tokens of a request that a page has room for, in heads that hold every one.
         context: vLLM's table of such modules, where it enters itself.
@@ -44,7 +43,6 @@ class CompressedAttention(nn.Module, MambaBase):
         heads: int,
         scaling: float,
         exact_prefill: bool,
-        predicts: bool,
         name: str,
         length: int,
         context: dict[str, nn.Module],
@@ -58,7 +56,7 @@ class CompressedAttention(nn.Module, MambaBase):
         self._compressed, self._length = compressed, length
         self._before, self.page = layout.empty(1, torch.device("cpu")).rows, page_bytes(layer, length, ranks)
         self.heads, self.scaling, self.exact_prefill = heads, scaling, exact_prefill
-        self.predicts = predicts and self.layer.predictor is not None
+        self.predicts = exact_prefill and self.layer.predictor is not None
         self._hidden: Tensor | None = None
         self.prefix = name
         context[name] = self

@@ -56,8 +56,6 @@ class _Compressed(TransformersForCausalLM, HasInnerState, SupportsMambaPrefixCac
         super()._create_attention_instances(prefix)
         if plan.prefill == "twice":
             logger.warning("prefill is twice: vLLM gives prompts in pieces, which are read once, exactly")
-        on_gpu, predicts = self.device_config.device.type == "cuda", plan.prefill != "sequential"
-        exact = on_gpu if plan.prefill == "auto" else predicts
         compressed, made, length = plan.compressed, [], self.model_config.max_model_len
         rank, ranks = self.tp_group.rank_in_group, self.tp_group.world_size
         if plan.growing:
@@ -74,8 +72,8 @@ class _Compressed(TransformersForCausalLM, HasInnerState, SupportsMambaPrefixCac
             del context[getattr(module, VLLM_ATTN_ATTR).layer_name]
             scaling = fuser.scale(module) or layer.head_dim**-0.5
             heads = self.text_config.num_attention_heads // ranks
-            reads = exact, predicts
-            made.append(CompressedAttention(layer, rank, ranks, heads, scaling, *reads, own, length, context))
+            exact = plan.prefill != "sequential"
+            made.append(CompressedAttention(layer, rank, ranks, heads, scaling, exact, own, length, context))
             setattr(module, VLLM_ATTN_ATTR, made[-1])
             if made[-1].predicts:
                 module.register_forward_pre_hook(made[-1].take_input, with_kwargs=True)
