@@ -73,6 +73,11 @@ class Backend(CodeOperations):
         kernels for it."""
         return None
 
+    def retain_important(self, heads: Compressed, call: Call) -> CompressedState | None:
+        """The state after the tokens of a call that begins sequences, none of them padded, whose importance is known;
+        the call has its last queries alone, or none. None if there are no kernels for it."""
+        return None
+
     def read_pages(
         self, heads: Compressed, call: Call, pool: Tensor, pages: Tensor, starts: list[int]
     ) -> Tensor | None:

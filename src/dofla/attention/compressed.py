@@ -95,10 +95,14 @@ class CompressedHeads(HeadGroup[CompressedState]):
         """An exact call: heads with one local window at once, but for attention, where it needs nothing of theirs. One
         without queries is for the state alone."""
         whole, attends = None, call.query.shape[2] > 0
-        if attends and state is None and call.importance is not None and call.key.shape[2] <= MOST_TOKENS:
+        begins = state is None and call.importance is not None and call.key.shape[2] <= MOST_TOKENS
+        if attends and begins:
             whole, attends = _softmax(call), False
         if not attends:
             call = call._replace(query=call.query[:, :, -LAST:])
+        retained = backend.retain_important(self, call) if begins and call.log_weight is None else None
+        if retained is not None:
+            return call.new_output() if whole is None else whole, retained
         call = call.smoothed()
         if state is None:  # nothing is looked up in an empty one
             layout, held = self._first_layout(call), None

@@ -36,6 +36,9 @@ GAIN = 2.0**12
 """Increase of the score of a token that gets all attention of a query."""
 DECAY = 64
 """A score loses this fraction, one over it, with every token."""
+LATELY_WEIGHT = 4.0
+"""Attention of the last queries of a prompt beside importance, which is of a whole second reading
+(docs/research/cache.md)."""
 MOST_SCORE = 2**15 - 1
 FREE = -1
 """Score of a free slot or of padding, which leave before any token."""

@@ -30,7 +30,7 @@ from dofla.attention.call import Call
 from dofla.attention.causal import causal
 from dofla.attention.coding import CodedTokens, Tier
 from dofla.attention.coding.tokens import gather_tokens
-from dofla.attention.constants import DECAY, FREE, GAIN, LOG_ZERO, MOST_SCORE
+from dofla.attention.constants import DECAY, FREE, GAIN, LATELY_WEIGHT, LOG_ZERO, MOST_SCORE
 from dofla.attention.drawn import NEIGHBORS, Drawn, Line
 from dofla.attention.eight_bits import PackedTokens
 from dofla.attention.heads import on_device, places
@@ -47,8 +47,6 @@ LEAST_AT_ONCE = 64
 """Tokens of a call that goes on from a cache, from which on importance decides; fewer come one by one."""
 LAST = 128
 """Last queries whose attention counts beside importance."""
-LATELY_WEIGHT = 4.0
-"""Attention of the last queries beside importance, which is of a whole second reading (docs/research/cache.md)."""
 _REMEMBERED = 4 * DECAY
 """Queries whose mean attention a score is, which decode goes on with: so many as decays leave of equal ones, times what
 weights are larger among the tokens of the tier alone (benchmarks/quality/prefill.py)."""

@@ -38,6 +38,13 @@ class Compiled(Backend):
     def hold(self, heads: Compressed, call: Call) -> CompressedState | None:
         return _read(heads, call._replace(in_place=True), heads.empty(call), attend=False)[1]
 
+    def retain_important(self, heads: Compressed, call: Call) -> CompressedState | None:
+        assert call.importance is not None
+        state, importance = heads.empty(call), call.importance.float().contiguous()
+        layer = _of_layer(heads, call, state.rows)
+        torch.ops.dofla.retain_important.default(*call.vectors, importance, state.rows, *layer)
+        return state
+
     def read_pages(
         self, heads: Compressed, call: Call, pool: Tensor, pages: Tensor, starts: list[int]
     ) -> Tensor | None:

@@ -1,6 +1,7 @@
 // The operators of a compressed cache: one call for all groups of a layer's heads.
 #include "decoding.h"
 #include "prefill.h"
+#include "retaining.h"
 
 #include <algorithm>
 
@@ -54,11 +55,31 @@ Tensor read_compressed(const Tensor& query, const Tensor& key, const Tensor& val
                            const Integers64& numbers, bool attend) {
   const Groups groups{heads, numbers, smoothing, keys, values, tables, scaling};
   groups.check(key);
+  STD_TORCH_CHECK(query.size(2) == key.size(2), "each token has a query");
   const Tensor out = output(query, value);
   std::vector<Job> jobs;
   groups.add(jobs, query, key, value, log_weight, States(state), out);
   query.size(2) == 1 ? decode(jobs) : prefill(jobs, attend);
   return out;
+}
+
+// The states [B, bytes] after keys [B, Hkv, L, d] and values [B, Hkv, L, dv], which begin sequences, where the importance
+// [B, Hkv, L] of tokens is known; the given ones are empty. The attention of the last queries [B, H, Q, d] counts beside it.
+void retain_important(const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& importance, const Tensor& state,
+                      const Tensors& smoothing, const Tensors& keys, const Tensors& values, const Tensor& tables, double scaling,
+                      const Integers64& heads, const Integers64& numbers) {
+  const Groups groups{heads, numbers, smoothing, keys, values, tables, scaling};
+  groups.check(key);
+  STD_TORCH_CHECK(importance.scalar_type() == ScalarType::Float && importance.is_contiguous() && importance.dim() == 3 &&
+                  importance.size(0) == key.size(0) && importance.size(1) == key.size(1) && importance.size(2) == key.size(2),
+              "each key has an importance, in float32");
+  std::vector<Job> jobs;
+  groups.add(jobs, query, key, value, std::nullopt, States(state), value);
+  const Lately lately{Vectors(query, smoothing, query.size(1) / key.size(1)), query.size(2)};
+#ifdef __AVX512BF16__
+  if (lately.query.half() && multiplies_half()) return retain<Half>(jobs, importance, lately);
+#endif
+  retain<float>(jobs, importance, lately);
 }
 
 // The tokens of several sequences, one after the other: query [L, H, 1, d], key [L, Hkv, 1, d], value [L, Hkv, 1, dv], of which
@@ -103,12 +124,16 @@ STABLE_TORCH_LIBRARY_FRAGMENT(dofla, library) {
       "read_compressed(Tensor query, Tensor key, Tensor value, Tensor? log_weight, Tensor(a!) state, Tensor[] smoothing, "
       "Tensor[] keys, Tensor[] values, Tensor tables, float scaling, int[] heads, int[] groups, bool attend=True) -> Tensor");
   library.def(
+      "retain_important(Tensor query, Tensor key, Tensor value, Tensor importance, Tensor(a!) state, Tensor[] smoothing, "
+      "Tensor[] keys, Tensor[] values, Tensor tables, float scaling, int[] heads, int[] groups) -> ()");
+  library.def(
       "read_pages(Tensor query, Tensor key, Tensor value, Tensor(a!) pool, Tensor pages, int[] starts, Tensor[] smoothing, "
       "Tensor[] keys, Tensor[] values, Tensor tables, float scaling, int[] heads, int[] groups) -> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(dofla, CPU, library) {
   library.impl("read_compressed", TORCH_BOX(&read_compressed));
+  library.impl("retain_important", TORCH_BOX(&retain_important));
   library.impl("read_pages", TORCH_BOX(&read_pages));
 }
 

@@ -35,7 +35,7 @@ struct Group {
   Group(const Tensor& q, const Tensor& k, const Tensor& v, const std::optional<Tensor>& log_weight,
         const States& given, const Smoothing& smoothing, const Tensor& of_keys, const Tensor& of_values, const Tensor& tables, double scaling,
         const GroupNumbers& numbers, const std::int64_t* of_layer)
-      : numbers(numbers), batch(q.size(0)), length(q.size(2)), groups(q.size(1) / k.size(1)),
+      : numbers(numbers), batch(q.size(0)), length(k.size(2)), groups(q.size(1) / k.size(1)),
         scaling(static_cast<float>(scaling)), heads(of_layer, of_layer + numbers.kv_heads), query(q, smoothing, groups), key(k, smoothing),
         value(v),
         keys(of_keys, numbers.kv_heads, numbers.key_dim, tables), values(of_values, numbers.kv_heads, numbers.value_dim, tables),
