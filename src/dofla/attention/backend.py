@@ -9,6 +9,7 @@ from weakref import WeakValueDictionary
 from torch import Tensor
 
 from dofla.attention.call import Call
+from dofla.attention.causal import causal
 from dofla.attention.chunked import chunked, recurrent
 from dofla.attention.coding import Coder
 from dofla.attention.coding.operations import CodeOperations
@@ -72,6 +73,11 @@ class Backend(CodeOperations):
         """The state after the tokens of a call that begins a sequence, without attention to them. None if there are no
         kernels for it."""
         return None
+
+    def softmax(self, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+        """Causal softmax attention [B, H, L, dv] of queries [B, H, L, d], keys [B, Hkv, L, d] and values
+        [B, Hkv, L, dv]."""
+        return causal(query, key, value, scaling)
 
     def retain_important(self, heads: Compressed, call: Call) -> CompressedState | None:
         """The state after the tokens of a call that begins sequences, none of them padded, whose importance is known;

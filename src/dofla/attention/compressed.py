@@ -87,7 +87,7 @@ class CompressedHeads(HeadGroup[CompressedState]):
         state. None if the backend has no kernels for it."""
         if (after := backend.hold(self, call)) is None:
             return None
-        return _softmax(call), after
+        return _softmax(call, backend), after
 
     def _exact_prefill(
         self, call: Call, state: CompressedState | None, backend: Backend
@@ -97,7 +97,7 @@ class CompressedHeads(HeadGroup[CompressedState]):
         whole, attends = None, call.query.shape[2] > 0
         begins = state is None and call.importance is not None and call.key.shape[2] <= MOST_TOKENS
         if attends and begins:
-            whole, attends = _softmax(call), False
+            whole, attends = _softmax(call, backend), False
         if not attends:
             call = call._replace(query=call.query[:, :, -LAST:])
         retained = backend.retain_important(self, call) if begins and call.log_weight is None else None
@@ -165,10 +165,12 @@ class CompressedHeads(HeadGroup[CompressedState]):
         return out, layout.close(after)
 
 
-def _softmax(call: Call) -> Tensor:
+def _softmax(call: Call, backend: Backend) -> Tensor:
     """Softmax attention of a call that begins a sequence."""
     real = None if call.log_weight is None else call.log_weight > LOG_ZERO
-    return causal(*call.vectors, call.scaling, None if real is None or real.all() else real.unsqueeze(1))
+    if real is None or real.all():
+        return backend.softmax(*call.vectors, call.scaling)
+    return causal(*call.vectors, call.scaling, real.unsqueeze(1))
 
 
 def _attend(call: Call, window: int, tier: Tier, held: Contents, backend: Backend) -> tuple[Tensor, Contents]:

@@ -38,6 +38,9 @@ class Compiled(Backend):
     def hold(self, heads: Compressed, call: Call) -> CompressedState | None:
         return _read(heads, call._replace(in_place=True), heads.empty(call), attend=False)[1]
 
+    def softmax(self, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+        return torch.ops.dofla.softmax_attention.default(query, key, value, scaling)
+
     def retain_important(self, heads: Compressed, call: Call) -> CompressedState | None:
         assert call.importance is not None
         state, importance = heads.empty(call), call.importance.float().contiguous()

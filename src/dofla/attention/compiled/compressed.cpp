@@ -1,4 +1,5 @@
 // The operators of a compressed cache: one call for all groups of a layer's heads.
+#include "causal.h"
 #include "decoding.h"
 #include "prefill.h"
 #include "retaining.h"
@@ -63,6 +64,22 @@ Tensor read_compressed(const Tensor& query, const Tensor& key, const Tensor& val
   return out;
 }
 
+// Causal softmax attention [B, H, L, dv] of queries [B, H, L, d], keys [B, Hkv, L, d] and values [B, Hkv, L, dv]. NaN or infinity
+// makes NaN as above.
+Tensor softmax_attention(const Tensor& query, const Tensor& key, const Tensor& value, double scaling) {
+  STD_TORCH_CHECK(query.size(2) == key.size(2) && key.size(2) == value.size(2) && query.size(3) == key.size(3) && query.size(1) % key.size(1) == 0,
+                  "each token has a query, a key and a value, each KV head as many queries");
+  const Tensor out = output(query, value);
+#ifdef __AVX512BF16__
+  if (value.scalar_type() == ScalarType::BFloat16 && multiplies_half()) {
+    causal::attend<Half>(query, key, value, static_cast<float>(scaling), out);
+    return out;
+  }
+#endif
+  causal::attend<float>(query, key, value, static_cast<float>(scaling), out);
+  return out;
+}
+
 // The states [B, bytes] after keys [B, Hkv, L, d] and values [B, Hkv, L, dv], which begin sequences, where the importance
 // [B, Hkv, L] of tokens is known; the given ones are empty. The attention of the last queries [B, H, Q, d] counts beside it.
 void retain_important(const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& importance, const Tensor& state,
@@ -123,6 +140,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(dofla, library) {
   library.def(
       "read_compressed(Tensor query, Tensor key, Tensor value, Tensor? log_weight, Tensor(a!) state, Tensor[] smoothing, "
       "Tensor[] keys, Tensor[] values, Tensor tables, float scaling, int[] heads, int[] groups, bool attend=True) -> Tensor");
+  library.def("softmax_attention(Tensor query, Tensor key, Tensor value, float scaling) -> Tensor");
   library.def(
       "retain_important(Tensor query, Tensor key, Tensor value, Tensor importance, Tensor(a!) state, Tensor[] smoothing, "
       "Tensor[] keys, Tensor[] values, Tensor tables, float scaling, int[] heads, int[] groups) -> ()");
@@ -133,6 +151,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(dofla, library) {
 
 STABLE_TORCH_LIBRARY_IMPL(dofla, CPU, library) {
   library.impl("read_compressed", TORCH_BOX(&read_compressed));
+  library.impl("softmax_attention", TORCH_BOX(&softmax_attention));
   library.impl("retain_important", TORCH_BOX(&retain_important));
   library.impl("read_pages", TORCH_BOX(&read_pages));
 }

@@ -32,6 +32,7 @@ class Vectors {
   }
 
   bool half() const { return half_; }
+  std::int64_t dim() const { return dim_; }
 
   // False if the vector holds NaN or infinity; `to` is zeros then.
   bool read(std::int64_t n, std::int64_t h, std::int64_t i, float* __restrict to) const {
