@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sizes import needs_kernels
 
+from dofla.attention.causal import causal
 from dofla.attention.compiled.backend import Compiled
 
 pytestmark = needs_kernels
@@ -49,6 +50,28 @@ def test_it_is_that_of_float64(batch, kv_heads, groups, length, dims, dtype):
     # Scores of order 20 are rounded, weights by as much; with AMX, weights in bfloat16.
     wrong = sum_error(length + dims[0], 20 * most) if dtype == torch.float32 else 0.1 * most
     assert (out.double() - right(query, key, value)).abs().max() <= wrong
+
+
+@settings(max_examples=60)
+@given(
+    groups=st.sampled_from([1, 3, 7]),
+    length=st.one_of(st.integers(1, 70), st.integers(500, 530)),
+    before=st.sampled_from([0, 5, 70, 600]),
+    padding=st.integers(0, 40),
+    free=st.floats(0, 1),
+    seed=st.integers(0, 100),
+)
+def test_what_is_not_real_is_seen_by_nobody(groups, length, before, padding, free, seed):
+    """Free slots before the queries' tokens, others for each head, and padding in front of those."""
+    query = vectors(seed, 2, 2 * groups, length, 16, torch.float32)
+    key, value = (vectors(seed + n, 2, 2, before + length, 16, torch.float32) for n in (1, 2))
+    real = torch.rand(2, 2, before + length, generator=torch.Generator().manual_seed(seed)) >= free
+    real[:, :, before:] = True
+    if not before:
+        real[0, :, :padding] = False
+    out = Compiled().softmax(query, key, value, SCALING, real)
+    wanted = causal(query.double(), key.double(), value.double(), SCALING, real)
+    assert (out - wanted).abs().max() <= sum_error(before + length + 16, 20 * float(value.abs().max()))
 
 
 def test_weights_of_all_sizes():

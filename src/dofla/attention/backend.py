@@ -74,10 +74,9 @@ class Backend(CodeOperations):
         kernels for it."""
         return None
 
-    def softmax(self, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
-        """Causal softmax attention [B, H, L, dv] of queries [B, H, L, d], keys [B, Hkv, L, d] and values
-        [B, Hkv, L, dv]."""
-        return causal(query, key, value, scaling)
+    def softmax(self, query: Tensor, key: Tensor, value: Tensor, scaling: float, real: Tensor | None = None) -> Tensor:
+        """:func:`dofla.attention.causal.causal`."""
+        return causal(query, key, value, scaling, real)
 
     def retain_important(self, heads: Compressed, call: Call) -> CompressedState | None:
         """The state after the tokens of a call that begins sequences, none of them padded, whose importance is known;

@@ -8,7 +8,6 @@ from torch import Tensor
 from dofla.attention.backend import REGISTERED, Backend
 from dofla.attention.backends import backend_for
 from dofla.attention.call import Call
-from dofla.attention.causal import causal
 from dofla.attention.coding import Tier
 from dofla.attention.constants import LOG_ZERO
 from dofla.attention.eight_bits import PackedTokens, rounded
@@ -168,9 +167,7 @@ class CompressedHeads(HeadGroup[CompressedState]):
 def _softmax(call: Call, backend: Backend) -> Tensor:
     """Softmax attention of a call that begins a sequence."""
     real = None if call.log_weight is None else call.log_weight > LOG_ZERO
-    if real is None or real.all():
-        return backend.softmax(*call.vectors, call.scaling)
-    return causal(*call.vectors, call.scaling, real.unsqueeze(1))
+    return backend.softmax(*call.vectors, call.scaling, None if real is None or real.all() else real.unsqueeze(1))
 
 
 def _attend(call: Call, window: int, tier: Tier, held: Contents, backend: Backend) -> tuple[Tensor, Contents]:

@@ -27,7 +27,6 @@ from torch import Tensor
 
 from dofla.attention.backend import Backend
 from dofla.attention.call import Call
-from dofla.attention.causal import causal
 from dofla.attention.coding import CodedTokens, Tier
 from dofla.attention.coding.tokens import gather_tokens
 from dofla.attention.constants import DECAY, FREE, GAIN, LATELY_WEIGHT, LOG_ZERO, MOST_SCORE
@@ -84,7 +83,7 @@ def exact_prefill(
         if call.importance is None and not grow:
             out, drawn = backend.exact_causal(asks, line, *near)
         elif attends:
-            out = causal(asks, *line.vectors, call.scaling, None if line.whole(len(new)) else line.rank >= 0)
+            out = backend.softmax(asks, *line.vectors, call.scaling, None if line.whole(len(new)) else line.rank >= 0)
         else:
             out = call.new_output()
         if call.importance is not None and not grow:

@@ -38,8 +38,11 @@ class Compiled(Backend):
     def hold(self, heads: Compressed, call: Call) -> CompressedState | None:
         return _read(heads, call._replace(in_place=True), heads.empty(call), attend=False)[1]
 
-    def softmax(self, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
-        return torch.ops.dofla.softmax_attention.default(query, key, value, scaling)
+    def softmax(self, query: Tensor, key: Tensor, value: Tensor, scaling: float, real: Tensor | None = None) -> Tensor:
+        if not compiled.usable((query, key, value), (), DTYPES):
+            return super().softmax(query, key, value, scaling, real)
+        real = None if real is None else real.expand(key.shape[:3]).contiguous()
+        return torch.ops.dofla.softmax_attention.default(query, key, value, scaling, real)
 
     def retain_important(self, heads: Compressed, call: Call) -> CompressedState | None:
         assert call.importance is not None

@@ -64,19 +64,23 @@ Tensor read_compressed(const Tensor& query, const Tensor& key, const Tensor& val
   return out;
 }
 
-// Causal softmax attention [B, H, L, dv] of queries [B, H, L, d], keys [B, Hkv, L, d] and values [B, Hkv, L, dv]. NaN or infinity
-// makes NaN as above.
-Tensor softmax_attention(const Tensor& query, const Tensor& key, const Tensor& value, double scaling) {
-  STD_TORCH_CHECK(query.size(2) == key.size(2) && key.size(2) == value.size(2) && query.size(3) == key.size(3) && query.size(1) % key.size(1) == 0,
-                  "each token has a query, a key and a value, each KV head as many queries");
+// Causal softmax attention [B, H, L, dv] of queries [B, H, L, d] of the last of the tokens with keys [B, Hkv, P, d] and values
+// [B, Hkv, P, dv]. Those that are not `real` [B, Hkv, P] are seen by nobody, and have an output of zeros. NaN or infinity makes NaN as
+// above.
+Tensor softmax_attention(const Tensor& query, const Tensor& key, const Tensor& value, double scaling, const std::optional<Tensor>& real) {
+  STD_TORCH_CHECK(query.size(2) <= key.size(2) && key.size(2) == value.size(2) && query.size(3) == key.size(3) && query.size(1) % key.size(1) == 0,
+                  "each token has a key and a value, each KV head as many queries");
+  STD_TORCH_CHECK(!real || (real->scalar_type() == ScalarType::Bool && real->is_contiguous() && real->numel() * key.size(3) == key.numel()),
+                  "each token of a KV head is real or not");
   const Tensor out = output(query, value);
+  const bool* there = real ? real->const_data_ptr<bool>() : nullptr;
 #ifdef __AVX512BF16__
   if (value.scalar_type() == ScalarType::BFloat16 && multiplies_half()) {
-    causal::attend<Half>(query, key, value, static_cast<float>(scaling), out);
+    causal::attend<Half>(query, key, value, static_cast<float>(scaling), there, out);
     return out;
   }
 #endif
-  causal::attend<float>(query, key, value, static_cast<float>(scaling), out);
+  causal::attend<float>(query, key, value, static_cast<float>(scaling), there, out);
   return out;
 }
 
@@ -140,7 +144,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(dofla, library) {
   library.def(
       "read_compressed(Tensor query, Tensor key, Tensor value, Tensor? log_weight, Tensor(a!) state, Tensor[] smoothing, "
       "Tensor[] keys, Tensor[] values, Tensor tables, float scaling, int[] heads, int[] groups, bool attend=True) -> Tensor");
-  library.def("softmax_attention(Tensor query, Tensor key, Tensor value, float scaling) -> Tensor");
+  library.def("softmax_attention(Tensor query, Tensor key, Tensor value, float scaling, Tensor? real=None) -> Tensor");
   library.def(
       "retain_important(Tensor query, Tensor key, Tensor value, Tensor importance, Tensor(a!) state, Tensor[] smoothing, "
       "Tensor[] keys, Tensor[] values, Tensor tables, float scaling, int[] heads, int[] groups) -> ()");
