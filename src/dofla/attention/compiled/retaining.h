@@ -17,30 +17,45 @@ struct Lately {
   std::int64_t asks;
 };
 
+// How many tokens of a call the last query sees outside window and sinks.
+inline std::int64_t far_tokens(const Group& group) {
+  return std::max<std::int64_t>(group.length - group.numbers.window - group.numbers.sinks, 0);
+}
+
+// The keys of those of a KV head, as products take them.
+template <typename Real>
+struct FarKeys {
+  Unwritten<float> rows;
+  Operands<Real> operands;
+  const Real* keys;
+
+  FarKeys(const Group& group, std::int64_t n, std::int64_t h)
+      : rows(whole_lanes(far_tokens(group)) * group.keys.dim) {
+    const std::int64_t dim = group.keys.dim, far = far_tokens(group), columns = whole_lanes(far);
+    for (std::int64_t t = 0; t < far; ++t) group.key.read(n, group.heads[h], group.numbers.sinks + t, rows.data() + t * dim);
+    std::fill_n(rows.data() + far * dim, (columns - far) * dim, 0.0f);
+    keys = operands.across(rows.data(), columns, dim);
+  }
+};
+
 // One thread's scratch memory for the attention that a KV head's tokens drew from queries.
 template <typename Real>
 class Asking {
  public:
   Asking(const Group& group, const Lately& lately)
-      : group_(group), lately_(lately), dim_(group.keys.dim), rows_(kAsked * group.groups),
-        far_(group.length - group.numbers.window - group.numbers.sinks), stride_(whole_lanes(far_)),
-        queries_(rows_ * dim_), rounded_(rows_ * dim_), keys_(stride_ * dim_), scores_(rows_ * stride_) {}
+      : group_(group), lately_(lately), dim_(group.keys.dim), rows_(kAsked * group.groups), far_(far_tokens(group)),
+        stride_(whole_lanes(far_)), queries_(rows_ * dim_), rounded_(rows_ * dim_), scores_(rows_ * stride_) {}
 
-  // Adds to `drawn`, one for each token that the last query sees outside window and sinks, what it drew from queries `first` and
-  // after (drawn.drawn_lately).
-  void ask(std::int64_t n, std::int64_t h, std::int64_t first, float* __restrict drawn) {
-    const std::int64_t rows = std::min(kAsked, lately_.asks - first), sinks = group_.numbers.sinks;
-    for (std::int64_t t = 0; t < stride_; ++t) {
-      float* key = &keys_[t * dim_];
-      t < far_ ? (void)group_.key.read(n, group_.heads[h], sinks + t, key) : (void)std::fill_n(key, dim_, 0.0f);
-    }
+  // Adds to `drawn`, one for each far token, what it drew from queries `first` and after (drawn.drawn_lately).
+  void ask(std::int64_t n, std::int64_t h, std::int64_t first, const Real* keys, float* __restrict drawn) {
+    const std::int64_t rows = std::min(kAsked, lately_.asks - first);
     std::fill(queries_.begin(), queries_.end(), 0.0f);
     for (std::int64_t row = 0; row < rows * group_.groups; ++row) {
       const std::int64_t head = group_.heads[h] * group_.groups + row % group_.groups;
       lately_.query.read(n, head, first + row / group_.groups, &queries_[row * dim_]);
     }
     for (float& x : queries_) x *= group_.scaling;
-    const Real *queries = operands_.left(queries_.data(), rows_, dim_, dim_, rounded_), *keys = operands_.across(keys_.data(), stride_, dim_);
+    const Real* queries = operands_.left(queries_.data(), rows_, dim_, dim_, rounded_);
     times_across(rows_, stride_, dim_, queries, keys, scores_.data(), stride_);
     for (std::int64_t row = 0; row < rows * group_.groups; ++row) {
       const std::int64_t after = lately_.asks - 1 - (first + row / group_.groups), seen = far_ - after;
@@ -64,7 +79,7 @@ class Asking {
   std::vector<float> queries_;
   Operands<Real> operands_;
   Unwritten<Real> rounded_;
-  Unwritten<float> keys_, scores_;
+  Unwritten<float> scores_;
 };
 
 // The tokens of a KV head's tier, the newest first, whose scores are written; `drawn` may be null.
@@ -117,19 +132,19 @@ template <typename Real>
 void retain(const std::vector<Job>& jobs, const Tensor& importance, const Lately& lately) {
   const std::vector<Unit> units = units_of(jobs);
   const std::int64_t parts = (lately.asks + kAsked - 1) / kAsked, all = units.size();
-  const auto far = [&](const Unit& unit) {
-    const Group& group = jobs[unit.group].group;
-    return std::max<std::int64_t>(group.length - group.numbers.window - group.numbers.sinks, 0);
-  };
+  std::vector<std::optional<FarKeys<Real>>> keys(all);
+  torch::stable::parallel_for(0, parts ? all : 0, 1, [&](std::int64_t begin, std::int64_t end) {
+    for (; begin < end; ++begin) keys[begin].emplace(jobs[units[begin].group].group, units[begin].n, units[begin].h);
+  });
   std::vector<std::vector<float>> drawn(all * parts);
   torch::stable::parallel_for(0, all * parts, 1, [&](std::int64_t begin, std::int64_t end) {
     Mine<Asking<Real>> mine;
     for (std::int64_t place = begin; place < end; ++place) {
       const Unit& unit = units[place / parts];
       const Group& group = jobs[unit.group].group;
-      drawn[place].resize(far(unit));
+      drawn[place].resize(far_tokens(group));
       if (!drawn[place].empty() && !group.numbers.grows) {
-        mine.of(unit.group, group, lately).ask(unit.n, unit.h, place % parts * kAsked, drawn[place].data());
+        mine.of(unit.group, group, lately).ask(unit.n, unit.h, place % parts * kAsked, keys[place / parts]->keys, drawn[place].data());
       }
     }
     Asking<Real>::release();
