@@ -32,6 +32,8 @@ GROWING = st.lists(st.sampled_from([HeadSizes(5, 2, 1, 0), HeadSizes(40, 0, 1, 0
 """Of KV heads that hold every token."""
 EVICTING = HeadSizes(5, 2, 1, 3)
 """Of one beside them that does not."""
+PIECES = st.lists(st.one_of(st.just(1), st.integers(LEAST_AT_ONCE, 100)), min_size=2, max_size=4)
+"""Tokens of calls: on a CPU a few that go on are read one after the other."""
 
 
 def sample(seed, sizes, batch, length):
@@ -261,11 +263,7 @@ def test_where_nothing_is_evicted_all_tokens_enter_without_queries(sizes, length
     assert_holds(heads, state, naive(heads, inputs, padding)[1])
 
 
-@given(
-    st.one_of(SIZES, GROWING.map(lambda sizes: [*sizes, EVICTING])),
-    st.lists(st.integers(1, 70), min_size=2, max_size=4),
-    st.integers(0, 100),
-)
+@given(st.one_of(SIZES, GROWING), PIECES, st.integers(0, 100))
 @settings(max_examples=40)
 def test_later_calls_attend_to_what_is_held_and_to_themselves(sizes, parts, seed):
     """Against float64 attention to the keys and values that the state decodes to."""

@@ -272,3 +272,8 @@ def test_layers_with_equal_caches_stand_in_one_row():
     assert lines[-1] == "KL on held-out windows: 0.037 measured, 0.035 even (kept)"
     odd = Plan([layer(name, 9) for name in ("first", "blocks.0.attn.1", "blocks.0.attn.2")])
     assert [line.split()[0] for line in str(odd).splitlines()[1:4]] == [x.name for x in odd.layers]
+
+
+def test_prompts_of_plans_of_earlier_versions_are_read_exactly():
+    data = Plan([SoftmaxLayer("b", 2, 6, 4)]).to_dict()
+    assert Plan.from_dict(data | {"prefill": "auto"}) == Plan.from_dict(data)

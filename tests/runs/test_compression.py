@@ -114,6 +114,8 @@ def test_a_run_of_a_version_that_knew_fewer_fields_goes_on(tmp_path):
     data = Recipe.from_dict({"model": "x", "size": 64}).to_dict()
     before = copy.deepcopy(data)
     del before["context"], before["validation"]["windows"]
+    before["prefill"] = "auto"  # which is exact by now
+    assert Recipe.from_dict(before).to_dict() == data
     claim(tmp_path / "run", "recipe.yaml", before)
     claim(tmp_path / "run", "recipe.yaml", data)
     with pytest.raises(DoflaError, match="with another recipe"):

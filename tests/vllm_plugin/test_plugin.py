@@ -143,7 +143,6 @@ def test_sampling_follows_its_seed(llm, prompts):
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 @pytest.mark.parametrize("candidates", [None, NGRAM])
 def test_what_is_important_of_a_prompt_is_retained_as_in_transformers(
     important, prompts, check_important, candidates, monkeypatch
@@ -155,6 +154,7 @@ def test_what_is_important_of_a_prompt_is_retained_as_in_transformers(
         check_important(n, tokens)
 
 
+@pytest.mark.slow
 def test_more_requests_than_pages_wait_for_their_turn(compressed, prompts, check):
     few = engine(compressed[1], num_gpu_blocks_override=6)
     for n, tokens in enumerate(texts(few, prompts)):

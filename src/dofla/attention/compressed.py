@@ -70,11 +70,12 @@ class CompressedHeads(HeadGroup[CompressedState]):
             raise DoflaError("a compressed cache got a call that is not causal: keep the layer softmax (keep_softmax)")
         backend = backend_for(call.vectors, () if call.log_weight is None else (call.log_weight,))
         tokens = call.key.shape[-2]
-        if tokens == 1 or (state is not None and tokens < LEAST_AT_ONCE):
+        few = tokens == 1 or (state is not None and tokens < LEAST_AT_ONCE)
+        if few:
             call = call._replace(importance=None)
-        # Where nothing is evicted there is nothing to select, and what goes on from a cache is read sooner on a CPU by
-        # the kernels for tokens one after the other.
-        if call.exact and tokens > 1 and (self.evicts or state is None or call.key.is_cuda):
+        # A CPU's kernels read a few tokens that go on from a cache one after the other: exactly, plain torch would
+        # decode and code all that it holds for them.
+        if call.exact and tokens > 1 and (call.key.is_cuda or not few):
             all_at_once = state is None and not self.evicts and call.query.shape[2] > 0
             held = self._hold_all(call, backend) if all_at_once else None
             return held or self._exact_prefill(call, state, backend)

@@ -2,7 +2,7 @@
 are selected once, at the end of the call.
 
 The score of a token is its importance, measured or predicted, and the sum of its squared attention weights over the
-last queries, as decode counts (:mod:`dofla.attention.coding.heavy_hitters`). Torch's own attention does the rest. Where
+last queries, as decode counts (:mod:`dofla.attention.coding.heavy_hitters`). Where
 importance is not known, the sum over all queries of the call stands in its place, as in H2O (Zhang et al. 2023, arXiv
 2306.14048) but for the square and for the queries right after the token. Then the scores that decode goes on with are
 what a token drew from a query in the mean of the whole call: by the last queries alone, what the selection retained
@@ -43,7 +43,7 @@ _LATER = 1e-30
 HALF_LIFE = 8192
 """Tokens that are read at once after which importance is halved: text without end is not known by its beginning."""
 LEAST_AT_ONCE = 64
-"""Tokens of a call that goes on from a cache, from which on importance decides; fewer come one by one."""
+"""Tokens of a call that goes on from a cache, from which on importance decides; on a CPU fewer come one by one."""
 LAST = 128
 """Last queries whose attention counts beside importance."""
 _REMEMBERED = 4 * DECAY

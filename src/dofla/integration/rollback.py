@@ -54,8 +54,8 @@ class History:
     def read(
         self, read: Read, vectors: Vectors, states: Sequence[Tensors] | None, *, exact: bool, in_place: bool
     ) -> tuple[Tensor, Sequence[Tensors]]:
-        """The result of ``read``, whose last :data:`LEAST` tokens are remembered. They come one by one, as without:
-        however a text is cut, states are the same."""
+        """The result of ``read``, whose last :data:`LEAST` tokens are remembered. These come one by one, so that what
+        is left of them when others are taken back is what it would be without."""
         first, outputs = max(vectors[1].shape[-2] - LEAST, 0), []
         if first:
             out, states = read(_cut(vectors, slice(first)), states, exact=exact, in_place=in_place)

@@ -41,6 +41,11 @@ def kept_way(held_out: Mapping[str, float]) -> str:
     return min(reversed([*held_out]), key=held_out.__getitem__)
 
 
+def known_prefill(prefill: Any) -> Any:
+    """What a file says of it; earlier versions had ``auto``, which was ``exact`` on a GPU."""
+    return "exact" if prefill == "auto" else prefill
+
+
 def check_prefill(prefill: str) -> None:
     """DoflaError unless it is one of :data:`PREFILLS`."""
     if prefill not in PREFILLS:
@@ -167,8 +172,7 @@ class Plan(Result):
         context = data.get("context")
         if context is not None and not (is_integer(context) and context > 0):
             raise DoflaError(f"{where}: context is {context!r}: give a number of tokens, or leave it out")
-        prefill = data.get("prefill", "exact")
-        prefill = "exact" if prefill == "auto" else prefill  # of earlier versions
+        prefill = known_prefill(data.get("prefill", "exact"))
         with about(where):
             check_prefill(prefill)
         return cls(plans, str(data.get("model", "")), made_by, context, prefill)

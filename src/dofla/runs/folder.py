@@ -12,6 +12,7 @@ import yaml
 
 import dofla
 from dofla.errors import DoflaError
+from dofla.plans.plan import known_prefill
 from dofla.runs.recipe import read_yaml
 from dofla.storage.files import replacing, write_json
 from dofla.storage.rank import is_main_process
@@ -40,7 +41,8 @@ def claim(folder: str | Path, name: str, data: dict[str, Any]) -> None:
 def _essence(recipe: dict[str, Any]) -> dict[str, Any]:
     """All of a recipe but where it is computed and recorded; nor what is not given, which versions before may not have
     known."""
-    return _given({key: value for key, value in recipe.items() if key not in ("track", "device")})
+    own = {key: value for key, value in recipe.items() if key not in ("track", "device")}
+    return _given(own | {"prefill": known_prefill(own.get("prefill"))})
 
 
 def _given(data: Any) -> Any:

@@ -11,6 +11,7 @@ from typing import Any, Self
 import yaml
 
 from dofla.errors import DoflaError, about, check_numbers
+from dofla.plans.plan import known_prefill
 from dofla.profiles.tolerance import DEFAULT_LAMBDA
 from dofla.runs import DEMO, RECIPES
 from dofla.storage.fields import build
@@ -221,6 +222,8 @@ class Compression(Recipe):
     @classmethod
     def from_dict(cls, data: dict[str, Any], where: str = "the recipe") -> Self:
         _refuse(data, Distillation, cls, f"{where}: there are no students, so this is a compression")
+        if "prefill" in data:
+            data = data | {"prefill": known_prefill(data["prefill"])}
         return super().from_dict(data, where)
 
 

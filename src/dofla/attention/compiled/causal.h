@@ -24,7 +24,7 @@ template <typename Real>
 struct Head {
   std::vector<std::int64_t> tokens, seen;
   std::int64_t sound;
-  Unwritten<float> key_rows, value_rows;
+  Unwritten<float> value_rows;
   Operands<Real> key_operands, value_operands;
   const Real *keys, *values;
 
@@ -37,9 +37,8 @@ struct Head {
       if (i >= count - queries) seen.push_back(there ? tokens.size() : 0);
     }
     sound = tokens.size();
-    key_rows = read(key, n, h);
+    keys = key_operands.across(read(key, n, h).data(), columns(), key.dim());
     value_rows = read(value, n, h);
-    keys = key_operands.across(key_rows.data(), columns(), key.dim());
     values = value_operands.along(value_rows.data(), columns(), value.dim());
   }
 

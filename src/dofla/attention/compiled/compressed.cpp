@@ -75,7 +75,8 @@ Tensor softmax_attention(const Tensor& query, const Tensor& key, const Tensor& v
   const Tensor out = output(query, value);
   const bool* there = real ? real->const_data_ptr<bool>() : nullptr;
 #ifdef __AVX512BF16__
-  if (value.scalar_type() == ScalarType::BFloat16 && multiplies_half()) {
+  const bool half = query.scalar_type() == ScalarType::BFloat16 && key.scalar_type() == ScalarType::BFloat16;
+  if (half && value.scalar_type() == ScalarType::BFloat16 && multiplies_half()) {
     causal::attend<Half>(query, key, value, static_cast<float>(scaling), there, out);
     return out;
   }

@@ -22,6 +22,9 @@ inline std::int64_t far_tokens(const Group& group) {
   return std::max<std::int64_t>(group.length - group.numbers.window - group.numbers.sinks, 0);
 }
 
+// Columns of their scores: whole panels, so that products are of one size (operands.h).
+inline std::int64_t columns_of(const Group& group) { return whole_lanes(far_tokens(group), kPanel / kLanes); }
+
 // The keys of those of a KV head, as products take them.
 template <typename Real>
 struct FarKeys {
@@ -30,8 +33,8 @@ struct FarKeys {
   const Real* keys;
 
   FarKeys(const Group& group, std::int64_t n, std::int64_t h)
-      : rows(whole_lanes(far_tokens(group)) * group.keys.dim) {
-    const std::int64_t dim = group.keys.dim, far = far_tokens(group), columns = whole_lanes(far);
+      : rows(columns_of(group) * group.keys.dim) {
+    const std::int64_t dim = group.keys.dim, far = far_tokens(group), columns = columns_of(group);
     for (std::int64_t t = 0; t < far; ++t) group.key.read(n, group.heads[h], group.numbers.sinks + t, rows.data() + t * dim);
     std::fill_n(rows.data() + far * dim, (columns - far) * dim, 0.0f);
     keys = operands.across(rows.data(), columns, dim);
@@ -44,7 +47,7 @@ class Asking {
  public:
   Asking(const Group& group, const Lately& lately)
       : group_(group), lately_(lately), dim_(group.keys.dim), rows_(kAsked * group.groups), far_(far_tokens(group)),
-        stride_(whole_lanes(far_)), queries_(rows_ * dim_), rounded_(rows_ * dim_), scores_(rows_ * stride_) {}
+        columns_(columns_of(group)), stride_(whole_lanes(columns_, 512 / kLanes) + kLanes), queries_(rows_ * dim_), rounded_(rows_ * dim_), scores_(rows_ * stride_) {}
 
   // Adds to `drawn`, one for each far token, what it drew from queries `first` and after (drawn.drawn_lately).
   void ask(std::int64_t n, std::int64_t h, std::int64_t first, const Real* keys, float* __restrict drawn) {
@@ -56,7 +59,7 @@ class Asking {
     }
     for (float& x : queries_) x *= group_.scaling;
     const Real* queries = operands_.left(queries_.data(), rows_, dim_, dim_, rounded_);
-    times_across(rows_, stride_, dim_, queries, keys, scores_.data(), stride_);
+    times_across(rows_, columns_, dim_, queries, keys, scores_.data(), stride_);
     for (std::int64_t row = 0; row < rows * group_.groups; ++row) {
       const std::int64_t after = lately_.asks - 1 - (first + row / group_.groups), seen = far_ - after;
       if (seen <= 0) continue;
@@ -75,7 +78,7 @@ class Asking {
  private:
   const Group& group_;
   const Lately& lately_;
-  std::int64_t dim_, rows_, far_, stride_;
+  std::int64_t dim_, rows_, far_, columns_, stride_;  // the last: of few sizes, and of no power of two
   std::vector<float> queries_;
   Operands<Real> operands_;
   Unwritten<Real> rounded_;
@@ -88,9 +91,10 @@ inline std::vector<std::int32_t> choose(const Group& group, std::int64_t n, std:
   const std::int64_t count = std::max<std::int64_t>(end - sinks, 0), taken = std::min(count, slots);
   std::vector<float> score(count), later(count);
   for (std::int64_t t = 0; t < count; ++t) {
-    const float lately = drawn ? drawn[t] : 0.0f, own = importance[sinks + t] + kLatelyWeight * lately;
-    score[t] = sinks + t >= end - group.numbers.newest ? INFINITY : own > 0.0f ? own : 0.0f;  // 0 for NaN
-    later[t] = std::clamp(__builtin_rintf((importance[sinks + t] + lately) * kGain), 0.0f, static_cast<float>(kMostScore));
+    const auto sound = [](float x) { return x > 0.0f ? x : 0.0f; };  // 0 for NaN
+    const float lately = drawn ? sound(drawn[t]) : 0.0f, own = sound(importance[sinks + t]);
+    score[t] = sinks + t >= end - group.numbers.newest ? INFINITY : own + kLatelyWeight * lately;
+    later[t] = std::min(__builtin_rintf((own + lately) * kGain), static_cast<float>(kMostScore));
   }
   std::vector<std::int32_t> order(count);
   std::iota(order.begin(), order.end(), 0);

@@ -6,9 +6,15 @@ from torch import Tensor
 
 @torch.library.register_fake("dofla::read_compressed")
 @torch.library.register_fake("dofla::read_pages")
+@torch.library.register_fake("dofla::softmax_attention")
 def _attention(query: Tensor, key: Tensor, value: Tensor, *rest: object) -> Tensor:
     batch, heads, length, _ = query.shape
     return value.new_empty(batch, length, heads, value.shape[3]).transpose(1, 2)
+
+
+@torch.library.register_fake("dofla::retain_important")
+def _nothing(*rest: object) -> None:
+    return None
 
 
 @torch.library.register_fake("dofla::linear_attention")
