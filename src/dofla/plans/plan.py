@@ -42,7 +42,7 @@ def kept_way(held_out: Mapping[str, float]) -> str:
 
 
 def known_prefill(prefill: Any) -> Any:
-    """What a file says of it; earlier versions had ``auto``, which was ``exact`` on a GPU."""
+    """The way that a file names; earlier versions had ``auto``, which was ``exact`` on a GPU."""
     return "exact" if prefill == "auto" else prefill
 
 
