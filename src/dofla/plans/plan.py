@@ -15,6 +15,7 @@ from rich.text import Text
 from dofla.display import Part, Result, size, table
 from dofla.errors import DoflaError, about, is_integer
 from dofla.plans.layers import CompressedLayer, FeatureLayer, LayerPlan, SoftmaxLayer, layer_from_dict
+from dofla.storage.fields import known_prefill
 from dofla.storage.files import read_json, write_json
 
 _FORMAT = 4  # 3 had one kind of layers, with several tiers
@@ -39,11 +40,6 @@ def held_out_line(held_out: Mapping[str, float]) -> str:
 def kept_way(held_out: Mapping[str, float]) -> str:
     """The way of the least KL, of several the last."""
     return min(reversed([*held_out]), key=held_out.__getitem__)
-
-
-def known_prefill(prefill: Any) -> Any:
-    """The way that a file names; earlier versions had ``auto``, which was ``exact`` on a GPU."""
-    return "exact" if prefill == "auto" else prefill
 
 
 def check_prefill(prefill: str) -> None:

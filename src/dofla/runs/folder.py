@@ -12,8 +12,8 @@ import yaml
 
 import dofla
 from dofla.errors import DoflaError
-from dofla.plans.plan import known_prefill
 from dofla.runs.recipe import read_yaml
+from dofla.storage.fields import known_prefill
 from dofla.storage.files import replacing, write_json
 from dofla.storage.rank import is_main_process
 

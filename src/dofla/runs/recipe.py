@@ -11,10 +11,9 @@ from typing import Any, Self
 import yaml
 
 from dofla.errors import DoflaError, about, check_numbers
-from dofla.plans.plan import known_prefill
 from dofla.profiles.tolerance import DEFAULT_LAMBDA
 from dofla.runs import DEMO, RECIPES
-from dofla.storage.fields import build
+from dofla.storage.fields import build, known_prefill
 
 
 @dataclass

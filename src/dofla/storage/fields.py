@@ -77,3 +77,8 @@ def _fits(value: Any, annotation: str) -> bool:
         if option not in (*_KINDS, "None") and "[" not in option:
             return True  # what the caller made
     return False
+
+
+def known_prefill(prefill: Any) -> Any:
+    """The way to read prompts that a file names; earlier versions had ``auto``, which was ``exact`` on a GPU."""
+    return "exact" if prefill == "auto" else prefill
