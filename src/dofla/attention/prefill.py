@@ -2,13 +2,13 @@
 are selected once, at the end of the call.
 
 The score of a token is its importance, measured or predicted, and the sum of its squared attention weights over the
-last queries, as decode counts (:mod:`dofla.attention.coding.heavy_hitters`). Where
-importance is not known, the sum over all queries of the call stands in its place, as in H2O (Zhang et al. 2023, arXiv
-2306.14048) but for the square and for the queries right after the token. Then the scores that decode goes on with are
-what a token drew from a query in the mean of the whole call: by the last queries alone, what the selection retained
-would soon be evicted.
+last queries, as decode counts (:mod:`dofla.attention.coding.heavy_hitters`). Where importance is not known, the sum
+over all queries of the call stands in its place, as in H2O (Zhang et al. 2023, arXiv 2306.14048) but for the square and
+for the queries right after the token. Then the scores that decode goes on with are what a token drew from a query in
+the mean of the whole call: by the last queries alone, what the selection retained would soon be evicted.
 
-Where every head holds every token, there is nothing to select.
+Where every head holds every token, there is nothing to select. What begins a sequence without padding, and has an
+importance, is retained by the kernels of a backend that has them (:meth:`Backend.retain_important`).
 
 All KV heads with one local window are done at once, whatever the sizes of their tiers, and in the order of their
 groups: on a GPU a prompt of some thousand tokens takes as long as its kernels are many.

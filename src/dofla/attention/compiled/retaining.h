@@ -32,8 +32,7 @@ struct FarKeys {
   Operands<Real> operands;
   const Real* keys;
 
-  FarKeys(const Group& group, std::int64_t n, std::int64_t h)
-      : rows(columns_of(group) * group.keys.dim) {
+  FarKeys(const Group& group, std::int64_t n, std::int64_t h) : rows(columns_of(group) * group.keys.dim) {
     const std::int64_t dim = group.keys.dim, far = far_tokens(group), columns = columns_of(group);
     for (std::int64_t t = 0; t < far; ++t) group.key.read(n, group.heads[h], group.numbers.sinks + t, rows.data() + t * dim);
     std::fill_n(rows.data() + far * dim, (columns - far) * dim, 0.0f);
@@ -47,7 +46,8 @@ class Asking {
  public:
   Asking(const Group& group, const Lately& lately)
       : group_(group), lately_(lately), dim_(group.keys.dim), rows_(kAsked * group.groups), far_(far_tokens(group)),
-        columns_(columns_of(group)), stride_(whole_lanes(columns_, 512 / kLanes) + kLanes), queries_(rows_ * dim_), rounded_(rows_ * dim_), scores_(rows_ * stride_) {}
+        columns_(columns_of(group)), stride_(whole_lanes(columns_, 512 / kLanes) + kLanes), queries_(rows_ * dim_),
+        rounded_(rows_ * dim_), scores_(rows_ * stride_) {}
 
   // Adds to `drawn`, one for each far token, what it drew from queries `first` and after (drawn.drawn_lately).
   void ask(std::int64_t n, std::int64_t h, std::int64_t first, const Real* keys, float* __restrict drawn) {
@@ -67,9 +67,10 @@ class Asking {
       const float level = largest(score, seen, kLogZero);
 #pragma omp simd
       for (std::int64_t t = 0; t < seen; ++t) score[t] = exp_of_negative(score[t] - level);
-      const float whole = sum(score, seen), decayed = std::pow(1.0f - 1.0f / kDecay, static_cast<float>(after)) / (whole * whole);
+      const float whole = sum(score, seen), decay = std::pow(1.0f - 1.0f / kDecay, static_cast<float>(after));
+      const float weight = decay / (whole * whole);
 #pragma omp simd
-      for (std::int64_t t = 0; t < seen; ++t) drawn[t] += score[t] * score[t] * decayed;
+      for (std::int64_t t = 0; t < seen; ++t) drawn[t] += score[t] * score[t] * weight;
     }
   }
 
