@@ -79,8 +79,8 @@ class Backend(CodeOperations):
         return causal(query, key, value, scaling, real)
 
     def retain_important(self, heads: Compressed, call: Call) -> CompressedState | None:
-        """The state after the tokens of a call that begins sequences, none of them padded, whose importance is known;
-        the call has its last queries alone, or none. None if there are no kernels for it."""
+        """The state after the tokens of a call that begins sequences, whose importance is known; the call has its last
+        queries alone, or none. None if there are no kernels for it."""
         return None
 
     def read_pages(

@@ -100,7 +100,7 @@ class CompressedHeads(HeadGroup[CompressedState]):
             whole, attends = _softmax(call, backend), False
         if not attends:
             call = call._replace(query=call.query[:, :, -LAST:])
-        retained = backend.retain_important(self, call) if begins and call.log_weight is None else None
+        retained = backend.retain_important(self, call) if begins else None
         if retained is not None:
             return call.new_output() if whole is None else whole, retained
         call = call.smoothed()

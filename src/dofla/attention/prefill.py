@@ -7,8 +7,8 @@ over all queries of the call stands in its place, as in H2O (Zhang et al. 2023, 
 for the queries right after the token. Then the scores that decode goes on with are what a token drew from a query in
 the mean of the whole call: by the last queries alone, what the selection retained would soon be evicted.
 
-Where every head holds every token, there is nothing to select. What begins a sequence without padding, and has an
-importance, is retained by the kernels of a backend that has them (:meth:`Backend.retain_important`).
+Where every head holds every token, there is nothing to select. Where a sequence begins and importance is known, a
+backend may have kernels for all of it (:meth:`Backend.retain_important`).
 
 All KV heads with one local window are done at once, whatever the sizes of their tiers, and in the order of their
 groups: on a GPU a prompt of some thousand tokens takes as long as its kernels are many.

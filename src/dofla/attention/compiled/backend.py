@@ -12,6 +12,7 @@ from dofla.attention.call import Call
 from dofla.attention.coding import Coder
 from dofla.attention.coding.coder import Codes
 from dofla.attention.coding.levels import TABLES
+from dofla.attention.constants import LOG_ZERO
 from dofla.attention.eight_bits import pack
 from dofla.attention.exact import ExactPart
 from dofla.attention.layout import CompressedState
@@ -46,9 +47,17 @@ class Compiled(Backend):
 
     def retain_important(self, heads: Compressed, call: Call) -> CompressedState | None:
         assert call.importance is not None
-        state, importance = heads.empty(call), call.importance.float().contiguous()
+        state, rows = heads.empty(call), [slice(None)]
+        counts = [call.key.shape[2]]
+        if call.log_weight is not None:  # each sequence as it is alone, without the padding in front of it
+            counts = (call.log_weight > LOG_ZERO).sum(1).tolist()
+            rows = [slice(n, n + 1) for n in range(len(counts))]
         layer = _of_layer(heads, call, state.rows)
-        torch.ops.dofla.retain_important.default(*call.vectors, importance, state.rows, *layer)
+        for own, count in zip(rows, counts, strict=True):
+            if count:
+                query, key, value, importance = (x[own, :, -count:] for x in (*call.vectors, call.importance))
+                vectors = query, key, value, importance.float().contiguous()
+                torch.ops.dofla.retain_important.default(*vectors, state.rows[own], *layer)
         return state
 
     def read_pages(
