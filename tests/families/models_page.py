@@ -18,10 +18,11 @@ models in transformers, and of those that take pictures as well, on text: {suppo
 {others} not tested.
 
 Of each family a tiny model with random weights is built from its config class. *Supported* means: with all tokens held
-the compressed model says what the original says; a text read in pieces, or token by token, and one with padding on its
-left give what one pass gives, to 10⁻⁹ in float64 or as far as the original does; a compressed model saved and opened
-again is the same; `dofla.restore` gives the original back bit for bit; and `generate` writes the same with and without
-a cache (`pytest -m long tests/families`). Names are those of `model_type` in `config.json`.
+the compressed model says what the original says; a text read in pieces, or token by token
+(`prefill="sequential"`), and one with padding on its left give what one pass gives, to 10⁻⁹ in float64 or as far as the
+original does; a compressed model saved and opened again is the same; `dofla.restore` gives the original back bit for
+bit; and `generate` writes the same with and without a cache (`pytest -m long tests/families`).
+Names are those of `model_type` in `config.json`.
 """
 _REFUSED = """
 ## Refused
