@@ -21,15 +21,17 @@ def compressed(model, slots=48):
 @pytest.mark.parametrize(
     ("damage", "match"),
     [
-        (lambda coder: coder.back.fill_(torch.nan), "back holds NaN"),
-        (lambda coder: coder.bits[:1].fill_(200), r"bits of blocks are \[200"),
-        (lambda coder: coder.bits[:1].add_(1), "in the mean"),
+        (lambda layer: layer.compressed.tiers[0].value.back.fill_(torch.nan), "back holds NaN"),
+        (lambda layer: layer.compressed.tiers[0].value.bits[:1].fill_(200), r"bits of blocks are \[200"),
+        (lambda layer: layer.compressed.tiers[0].value.bits[:1].add_(1), "in the mean"),
+        (lambda layer: layer.smoothing.scale[0].fill_(torch.inf), "smoothing.*scale holds NaN"),
+        (lambda layer: layer.predictor.weight[0, 3].fill_(torch.nan), "predictor.*weight holds NaN"),
     ],
 )
-def test_constants_that_no_coder_has_are_refused(tmp_path, damage, match):
+def test_constants_that_no_layer_has_are_refused(tmp_path, damage, match):
     teacher("llama").save_pretrained(tmp_path / "base")
     student = compressed(AutoModelForCausalLM.from_pretrained(tmp_path / "base"))
-    damage(next(iter(Converted.of(student).layers.values())).compressed.tiers[0].value)
+    damage(next(iter(Converted.of(student).layers.values())))
     student.save_pretrained(tmp_path / "student")
     dofla.save_adapter(student, tmp_path / "adapter")
     for name in ("student", "adapter"):

@@ -21,6 +21,8 @@ FIRST = 16
 """Tokens of a text that do not count: attention sinks are none of the predictor's concern."""
 RIDGE = 1e-2
 """Penalty of squared weights, relative to the second moment of the inputs that they are of."""
+MOST = 65504.0
+"""Size of a weight at most: float16 has no larger numbers, and an input that would need one says next to nothing."""
 LEAST = 1e-4
 """Added to importance before its logarithm is taken: what is below does not matter."""
 
@@ -43,7 +45,8 @@ class _Fit:
         moments, products = (torch.as_tensor(x).double().cpu() for x in (self.moments, self.products))
         second = moments.diagonal().clamp_min(1e-12 * moments.diagonal().max())
         second[-1] = 0  # of the constant
-        return torch.linalg.solve(moments + RIDGE * second.diag(), products).mT.to(torch.float16)
+        weight = torch.linalg.solve(moments + RIDGE * second.diag(), products).mT
+        return weight.clamp(-MOST, MOST).to(torch.float16)
 
 
 @torch.no_grad()

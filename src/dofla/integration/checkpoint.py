@@ -13,7 +13,6 @@ from transformers.pytorch_utils import Conv1D
 from transformers.utils import CONFIG_NAME
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from dofla.attention.coding.coder import check_coders
 from dofla.errors import DoflaError, about, first_line
 from dofla.integration.contents import ADAPTER, AdapterConfig, check_model
 from dofla.integration.converted import Converted, is_converted
@@ -29,6 +28,7 @@ from dofla.integration.room import warn_of_memory
 from dofla.integration.saving import completed_record
 from dofla.integration.surgery import convert, restore
 from dofla.integration.trained import is_trained, lora_of
+from dofla.layers import check_constants
 from dofla.plans.plan import Plan
 from dofla.storage.files import new_folder, read_json, sha256, write_json
 from dofla.storage.rank import is_main_process
@@ -216,7 +216,7 @@ def _apply(converted: Converted, folder: Path) -> PreTrainedModel:
             raise DoflaError(f"{where} does not fit its plan: {name} is {found}, not {list(tensor.shape)}")
     for name, layer in converted.layers.items():
         layer.load_state_dict({key: tensors[f"{name}.{key}"] for key in layer.state_dict()})
-    check_coders(model, where)
+    check_constants(model, where)
     if (folder / LORA).exists():
         merge_lora(model, folder)
     record = Record.load(folder / RECORD)

@@ -16,12 +16,12 @@ from transformers import PreTrainedModel
 from transformers.quantizers import AutoHfQuantizer, HfQuantizer, register_quantization_config, register_quantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from dofla.attention.coding.coder import check_coders
 from dofla.errors import DoflaError
 from dofla.integration.attaching import attach, renamed, switch_on
 from dofla.integration.checksums import CHECKSUMS, check_checksums
 from dofla.integration.offload import keep_in_memory
 from dofla.integration.record import Record
+from dofla.layers import check_constants
 from dofla.plans.plan import Plan
 
 METHOD = "dofla"
@@ -116,7 +116,7 @@ class DoflaQuantizer(HfQuantizer):
                 keep_in_memory(layer)
         except KeyError as error:
             raise DoflaError(f"the checkpoint does not fit its plan: {error.args[0]} is missing") from error
-        check_coders(model, "the checkpoint")
+        check_constants(model, "the checkpoint")
         switch_on(model)
         if (of_weights := self.quantization_config.of_weights) is not None:
             return of_weights._process_model_after_weight_loading(model, **kwargs)

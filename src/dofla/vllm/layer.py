@@ -12,9 +12,8 @@ from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 from vllm.v1.kv_cache_interface import KVCacheSpec
 
 from dofla.attention import Call
-from dofla.attention.coding.coder import check_coders
 from dofla.attention.layout import CompressedState, Layouts
-from dofla.layers import input_of, layer_of, read_pages, take_heads
+from dofla.layers import check_constants, input_of, layer_of, read_pages, take_heads
 from dofla.plans.layers import CompressedLayer
 from dofla.vllm import BACKEND
 from dofla.vllm.metadata import StateSpec
@@ -90,7 +89,7 @@ class CompressedAttention(nn.Module, MambaBase):
         valid."""
         whole = layer_of(self.plan)
         whole.load_state_dict(dict(weights))
-        check_coders(whole, f"{self.prefix} of the checkpoint")
+        check_constants(whole, f"{self.prefix} of the checkpoint")
         take_heads(self.layer, whole, self.own)
         return {f"layer.{name}" for name in self.layer.state_dict()}
 

@@ -15,7 +15,6 @@ from dofla.attention.coding.levels import DISTORTION
 from dofla.attention.constants import MOST_BITS
 from dofla.attention.eight_bits import pack, power_of_two
 from dofla.attention.rows import Rows
-from dofla.errors import DoflaError
 
 _SUM = (2**24 - 1) / 127
 """The largest sum of absolute values of a row of the rotation: products with seven-bit integers then add up exactly."""
@@ -223,13 +222,6 @@ class Coder(nn.Module):
             start, first = start + count * size, last
         numbers, units = zip(*found, strict=True)
         return torch.cat(numbers, -2), torch.cat(units, -2)
-
-
-def check_coders(model: nn.Module, where: str) -> None:
-    """DoflaError naming ``where``, a file or a folder, if it holds what no coder can have: kernels rely on it."""
-    for name, module in model.named_modules():
-        if isinstance(module, Coder) and (fault := module.fault()):
-            raise DoflaError(f"{where} is damaged ({name}: {fault}): make it again, or fetch it again")
 
 
 def encode_together(coders: Sequence[Coder], vectors: Sequence[Numbers]) -> list[Codes]:
