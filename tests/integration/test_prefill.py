@@ -83,6 +83,28 @@ def test_without_a_cache_tokens_are_read_one_after_the_other(tiny, windows):
 
 
 @pytest.mark.parametrize("prefill", ["exact", "twice"])
+def test_a_call_that_wants_no_cache_gives_what_decoding_gives(tiny, windows, prefill):
+    """transformers makes a cache for it all the same: likelihoods and training would see nothing of the compression."""
+    ids, model = windows[:2], compressed(tiny, windows, prefill)
+    asked = {"input_ids": ids, "labels": ids}
+    right = model(**asked, use_cache=False)
+    gradient = torch.autograd.grad(right.loss, model.get_input_embeddings().weight)[0]
+    with torch.no_grad():
+        assert torch.equal(model(**asked).logits, right.logits)
+        answer = model(**asked, use_cache=True)
+        assert not torch.allclose(answer.logits, right.logits, atol=1e-2)
+        with pytest.raises(ValueError, match="exactly one of input_ids or inputs_embeds"):
+            model()
+        body = model.base_model(ids, use_cache=True).last_hidden_state  # knows nothing of the calls before
+        assert torch.equal(model.lm_head(body), answer.logits)
+    for cache in (None, True):
+        found = model(**asked, use_cache=cache)
+        assert torch.equal(found.loss, right.loss)
+        found = torch.autograd.grad(found.loss, model.get_input_embeddings().weight)[0]
+        assert torch.allclose(found, gradient, atol=1e-6)
+
+
+@pytest.mark.parametrize("prefill", ["exact", "twice"])
 def test_decoding_goes_on_after_an_exact_prefill(tiny, windows, prefill):
     """Left-padded rows are continued as those rows alone are."""
     model, ids = compressed(tiny, windows, prefill), windows[:2].clone()

@@ -13,6 +13,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from dofla.errors import DoflaError
 from dofla.integration.cache import hand_over_cache, record_candidates
 from dofla.integration.instead import DOFLA
+from dofla.integration.interface import begin_call, end_call
 from dofla.integration.offload import device_of
 from dofla.integration.positions import positions_of
 from dofla.integration.second_reading import check_reads_twice, read_first, read_second
@@ -70,7 +71,11 @@ def attach(model: PreTrainedModel, plan: Plan) -> list[AttachedLayer]:
         own.hooks = [module.register_forward_pre_hook(hand_over_cache, with_kwargs=True)]
         attached.append(own)
     if attached:
-        attached[0].hooks.append(model.register_forward_pre_hook(record_candidates, with_kwargs=True))
+        attached[0].hooks += [
+            model.register_forward_pre_hook(record_candidates, with_kwargs=True),
+            model.register_forward_pre_hook(begin_call, with_kwargs=True),
+            model.register_forward_hook(end_call, always_call=True),
+        ]
     if attached and plan.prefill == "twice":
         body, (first, second) = model.base_model, (partial(read, model) for read in (read_first, read_second))
         attached[0].hooks.append(body.register_forward_pre_hook(first, with_kwargs=True))

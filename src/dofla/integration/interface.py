@@ -15,6 +15,7 @@ from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from dofla.errors import DoflaError
+from dofla.integration.cache import cache_of
 from dofla.integration.instead import DOFLA, INSTEAD, RECORDING, computed_instead, computing, configs_of
 from dofla.integration.masks import full_mask, padding_mask, padding_of, plain_mask, visible
 from dofla.integration.padding import run_padded
@@ -24,6 +25,7 @@ from dofla.layers import AttentionLayer
 
 Visitor = Callable[..., None]
 _token_by_token: ContextVar[bool] = ContextVar("dofla_token_by_token", default=False)
+_wants_no_cache: ContextVar[bool] = ContextVar("dofla_wants_no_cache", default=False)
 _visitor: ContextVar[tuple[Visitor | None, Callable] | None] = ContextVar("dofla_visitor", default=None)
 
 
@@ -73,7 +75,7 @@ def dofla_attention(
             or not layer.traceable(asked, key, value, weight=weight, states=states, causal=causal, room=room)
         )
         run = _outside_the_graph if outside else _run
-        exact = _prefills_exactly(layer, query, dofla_entry)
+        exact = not trained and _prefills_exactly(layer, query, dofla_entry)
         importance = _importance(layer, dofla_hidden, key) if exact else None
         vectors = asked, key, value, weight, importance
         out = run(layer, dofla_entry, vectors, scaling=own_scaling, causal=causal, exact=exact)
@@ -140,9 +142,24 @@ class _Detached(torch.autograd.Function):
 
 
 def _prefills_exactly(layer: nn.Module, query: Tensor, entry: Any) -> bool:
-    """True if the call is an exact prefill. Without a cache it is none, so that a single pass over a text, as
-    evaluation and training make it, gives what decoding the text would give."""
-    return entry is not None and query.shape[-2] > 1 and layer.prefill != "sequential" and not one_by_one()
+    """True if the call is an exact prefill. Without a cache that someone wants it is none, so that a single pass over a
+    text, as evaluation and training make it, gives what decoding the text would give."""
+    if entry is None or query.shape[-2] == 1 or layer.prefill == "sequential":
+        return False
+    return not (one_by_one() or _wants_no_cache.get())
+
+
+def begin_call(model: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> None:
+    """Forward pre-hook of a converted model: transformers makes a cache for every call, by default. Only who gives one,
+    or says ``use_cache``, is going to decode."""
+    if not torch.compiler.is_compiling():
+        _wants_no_cache.set(kwargs.get("use_cache") is None and cache_of(args, kwargs) is None)
+
+
+def end_call(model: PreTrainedModel, args: tuple, output: Any) -> None:
+    """Forward hook of a converted model: what is called next may be its body alone."""
+    if not torch.compiler.is_compiling():
+        _wants_no_cache.set(False)
 
 
 def _importance(layer: AttentionLayer, hidden: Tensor | None, key: Tensor) -> Tensor | None:
