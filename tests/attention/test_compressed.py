@@ -124,7 +124,8 @@ def test_states_that_are_views_or_reordered_go_on_the_same(kernels, length, monk
         strided = CompressedState(state.rows.repeat_interleave(2, 1)[:, ::2])
         assert torch.equal(step(heads, inputs, strided)[1].rows, after.rows)
     order = torch.tensor([2, 0, 0])
-    assert torch.equal(step(heads, [x[order] for x in inputs], state.reorder(order))[0], out[order])
+    reordered = step(heads, [x[order] for x in inputs], state.reorder(order))[0]
+    assert torch.allclose(reordered, out[order], rtol=0, atol=0 if kernels else 1e-6)  # a product may sum as it lies
     assert torch.equal(step(heads, inputs, state, in_place=True)[0], out)
 
 

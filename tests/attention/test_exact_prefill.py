@@ -13,7 +13,7 @@ from sizes import needs_kernels
 from dofla.attention import LOG_ZERO, HeadSizes, compiled
 from dofla.attention.constants import DECAY, GAIN, LATELY_WEIGHT, MOST_SCORE
 from dofla.attention.drawn import LATELY, NEIGHBORS
-from dofla.attention.prefill import LAST, LEAST_AT_ONCE, _importance
+from dofla.attention.prefill import LAST, LEAST_AT_ONCE, LEAST_WITHOUT_EVICTION, _importance
 
 DIM, GROUPS = 16, 2
 SIZES = st.lists(
@@ -32,8 +32,11 @@ GROWING = st.lists(st.sampled_from([HeadSizes(5, 2, 1, 0), HeadSizes(40, 0, 1, 0
 """Of KV heads that hold every token."""
 EVICTING = HeadSizes(5, 2, 1, 3)
 """Of one beside them that does not."""
-PIECES = st.lists(st.one_of(st.just(1), st.integers(LEAST_AT_ONCE, 100)), min_size=2, max_size=4)
-"""Tokens of calls: on a CPU a few that go on are read one after the other."""
+
+
+def pieces(least):
+    """Tokens of calls: on a CPU a few that go on are read one after the other."""
+    return st.lists(st.one_of(st.just(1), st.integers(least, least + 36)), min_size=2, max_size=4)
 
 
 def sample(seed, sizes, batch, length):
@@ -263,10 +266,17 @@ def test_where_nothing_is_evicted_all_tokens_enter_without_queries(sizes, length
     assert_holds(heads, state, naive(heads, inputs, padding)[1])
 
 
-@given(st.one_of(SIZES, GROWING), PIECES, st.integers(0, 100))
+@given(
+    st.one_of(
+        st.tuples(SIZES, pieces(LEAST_AT_ONCE)),
+        st.tuples(GROWING, pieces(LEAST_WITHOUT_EVICTION)),
+    ),
+    st.integers(0, 100),
+)
 @settings(max_examples=40)
-def test_later_calls_attend_to_what_is_held_and_to_themselves(sizes, parts, seed):
+def test_later_calls_attend_to_what_is_held_and_to_themselves(calls, seed):
     """Against float64 attention to the keys and values that the state decodes to."""
+    sizes, parts = calls
     heads, (query, key, value) = sample(seed, sizes, 1, sum(parts))
     state, start = None, 0
     for part in parts:

@@ -82,9 +82,9 @@ def test_a_rule_of_eviction_is_a_small_class():
     assert places(read()[0], tier) == by_rule[HeavyHitters]
 
 
-@pytest.mark.parametrize("score", [0, 1, 63, 64, 65, 128, 32767])
-def test_heavy_hitters_forget_a_64th_rounded_up(score):
-    assert HeavyHitters().decay(torch.tensor(float(score))).item() == score - -(-score // 64)
+@pytest.mark.parametrize("score", [0, 1, 255, 256, 257, 512, 32767])
+def test_heavy_hitters_forget_a_256th_rounded_up(score):
+    assert HeavyHitters().decay(torch.tensor(float(score))).item() == score - -(-score // 256)
 
 
 def test_heavy_hitters_count_squared_weights_in_whole_numbers():

@@ -16,7 +16,7 @@ from dofla.attention.group import HeadGroup
 from dofla.attention.heads import query_heads, select, write
 from dofla.attention.layout import CompressedState, Contents, HeadSizes, Layout, Layouts
 from dofla.attention.modules import ModuleList
-from dofla.attention.prefill import LAST, LEAST_AT_ONCE, MOST_TOKENS, exact_prefill
+from dofla.attention.prefill import LAST, LEAST_AT_ONCE, LEAST_WITHOUT_EVICTION, MOST_TOKENS, exact_prefill
 from dofla.attention.state import masked, side_by_side
 from dofla.errors import DoflaError
 
@@ -70,7 +70,8 @@ class CompressedHeads(HeadGroup[CompressedState]):
             raise DoflaError("a compressed cache got a call that is not causal: keep the layer softmax (keep_softmax)")
         backend = backend_for(call.vectors, () if call.log_weight is None else (call.log_weight,))
         tokens = call.key.shape[-2]
-        few = tokens == 1 or (state is not None and tokens < LEAST_AT_ONCE)
+        least = LEAST_AT_ONCE if self.evicts else LEAST_WITHOUT_EVICTION
+        few = tokens == 1 or (state is not None and tokens < least)
         if few:
             call = call._replace(importance=None)
         # A CPU's kernels read a few tokens that go on from a cache one after the other: exactly, plain torch would

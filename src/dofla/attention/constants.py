@@ -34,7 +34,7 @@ MOST_STEPS = 2.0**30
 """Logarithms of weights are clamped to this many steps."""
 GAIN = 2.0**12
 """Increase of the score of a token that gets all attention of a query."""
-DECAY = 64
+DECAY = 256
 """A score loses this fraction, one over it, with every token."""
 LATELY_WEIGHT = 4.0
 """Attention of the last queries of a prompt beside importance, which is of a whole second reading

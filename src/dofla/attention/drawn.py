@@ -41,7 +41,7 @@ class Line:
 @dataclass(frozen=True)
 class Drawn:
     """Squared attention weights that tokens drew [B, Hkv, P], float32: in all, and lately, as decode counts. Those are
-    weights among the tokens outside the local window and the sinks, of queries that count a 64th less than the next."""
+    weights among the tokens outside the local window and the sinks, each query's a 256th less than the next one's."""
 
     total: Tensor  # summed over the call's queries but the NEIGHBORS after the token
     lately: Tensor | None  # ... over the last queries, if there are any

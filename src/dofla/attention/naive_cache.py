@@ -36,8 +36,8 @@ class Retention(Protocol):
 
 
 class HeavyHitters:
-    """The rule of the kernels: squared attention weights, of which a 64th is forgotten with every token. Whole numbers,
-    so that the same tokens survive on every machine."""
+    """The rule of the kernels: squared attention weights, of which a 256th is forgotten with every token. They are
+    whole numbers, so that the same tokens survive on every machine."""
 
     def decay(self, score: Tensor) -> Tensor:
         return score - torch.ceil(score / DECAY)

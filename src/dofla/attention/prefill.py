@@ -44,6 +44,9 @@ HALF_LIFE = 8192
 """Tokens that are read at once after which importance is halved: text without end is not known by its beginning."""
 LEAST_AT_ONCE = 64
 """Tokens of a call that goes on from a cache, from which on importance decides; on a CPU fewer come one by one."""
+LEAST_WITHOUT_EVICTION = 256
+"""Likewise where nothing is evicted and importance decides nothing: what is held is decoded for all at once, which for
+fewer takes longer."""
 LAST = 128
 """Last queries whose attention counts beside importance."""
 _REMEMBERED = 4 * DECAY
@@ -240,19 +243,34 @@ def _select(
     if any(tier.grows for tier in tiers):
         later = later.masked_fill(_of_heads([tier.grows for tier in tiers], sizes, device) > 0, 0)
     after = gather_tokens(later, index).round().clamp(max=MOST_SCORE).masked_fill(free, FREE).to(torch.int16)
-    k, v = (accumulable(gather_tokens(x, index)).masked_fill(free.unsqueeze(-1), 0) for x in line.vectors)
-    spans = zip(_spans(tiers), slots, strict=True)
-    own = [(slice(None), heads, slice(most - n, None)) for heads, n in spans]
-    coders = [coder for tier in tiers for coder in (tier.key, tier.value)]
-    vectors = [x[:, heads] for _, heads, _ in own for x in (k, v)]
-    codes = iter(backend.encode_last(coders, vectors, [n for n in slots for _ in range(2)]))
-    found = [CodedTokens(*next(codes), *next(codes), after[place]) for place in own]
+    scores = [after[:, heads, most - n :] for heads, n in zip(_spans(tiers), slots, strict=True)]
     if past is None:
-        return found
-    return [
-        _with_codes_of(contents.tier, tokens, index[place] - (held - len(contents.tier)), free[place])
-        for contents, tokens, place in zip(past.contents, found, own, strict=True)
-    ]
+        codes = _codes(tiers, line, index, free, slots, backend)
+        return [CodedTokens(*own, score) for own, score in zip(codes, scores, strict=True)]
+    # Only the newest have no codes yet. They are coded the oldest first, before zeros for the places that are free.
+    fresh, empty, slot = min(most, tokens - held), free.sum(-1, keepdim=True), places(most, device)
+    newest_last = F.pad(index.gather(-1, (empty + slot[:fresh].flip(0)).clamp(max=most - 1)), (0, 1))
+    counts, found = [min(n, fresh) + 1 for n in slots], []
+    codes = _codes(tiers, line, newest_last, places(fresh + 1, device) == fresh, counts, backend)
+    for contents, own, count, score, heads in zip(past.contents, codes, counts, scores, _spans(tiers), strict=True):
+        at, n = index[:, heads, most - len(score[0, 0]) :], len(contents.tier)
+        coded = contents.tier.then(CodedTokens(*own, torch.empty_like(score[:, :, :1]).expand(-1, -1, count)))
+        fresh_at = n + count - 2 + empty[:, heads] - slot[most - at.shape[2] :]
+        at = torch.where(at < held, at + n - held, fresh_at).masked_fill(score == FREE, len(coded) - 1)
+        found.append(replace(coded.take(at), score=score))
+    return found
+
+
+def _codes(
+    tiers: Sequence[Tier], line: Line, index: Tensor, free: Tensor, counts: Sequence[int], backend: Backend
+) -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:
+    """Codes and scales of keys and values of each group, of the last ``counts`` of a line's tokens at ``index``
+    [B, Hkv, n]. Places that are ``free`` have those of zeros."""
+    k, v = (accumulable(gather_tokens(x, index)).masked_fill(free.unsqueeze(-1), 0) for x in line.vectors)
+    coders = [coder for tier in tiers for coder in (tier.key, tier.value)]
+    vectors = [x[:, heads] for heads in _spans(tiers) for x in (k, v)]
+    codes = iter(backend.encode_last(coders, vectors, [n for n in counts for _ in range(2)]))
+    return [(*next(codes), *next(codes)) for _ in tiers]
 
 
 def _of_heads(numbers: Sequence[int], sizes: Sequence[int], device: torch.device) -> Tensor:
@@ -267,14 +285,3 @@ def _by_position(tokens: int, new: int, device: torch.device) -> tuple[Tensor, T
     another."""
     position = places(tokens, device)
     return _LATER * position, (tokens - NEIGHBORS - position).clamp(1, new) / (GAIN * _REMEMBERED)
-
-
-def _with_codes_of(held: CodedTokens, tokens: CodedTokens, index: Tensor, free: Tensor) -> CodedTokens:
-    """Tokens of a tier, of which those at ``index`` [B, Hkv, n] that ``held`` has keep their codes."""
-    kept = ~free & (index >= 0) & (index < len(held))
-    retained = held.take(index.clamp(0, len(held) - 1))
-    codes = {
-        name: torch.where(kept.unsqueeze(-1), getattr(retained, name), getattr(tokens, name))
-        for name in ("key", "key_scale", "value", "value_scale")
-    }
-    return CodedTokens(**codes, score=tokens.score)

@@ -4,7 +4,7 @@ The score of a token is the attention it got lately from the queries that saw it
 one with the lowest score is evicted, the newest excepted. Scores are integers computed in exact arithmetic
 (:meth:`dofla.attention.Coder.rotate_query_integer`, powers of two from a table, sums of integers), so the same tokens
 survive however a text is cut into calls. The idea is that of H2O (Zhang et al. 2023, arXiv 2306.14048); here attention
-is normalized over the tokens of the tier alone, and scores decay by a 64th with every token.
+is normalized over the tokens of the tier alone, and scores decay by a 256th with every token.
 """
 
 import math
