@@ -48,8 +48,7 @@ from rich.console import Console
 from rich.table import Table
 from safetensors.torch import save_file
 from torch import Tensor
-from torch.nn.functional import cross_entropy
-from transformers import AutoTokenizer, Cache, DynamicCache, PreTrainedModel, QuantizedCache
+from transformers import AutoTokenizer, Cache, PreTrainedModel, QuantizedCache
 from transformers.utils import is_optimum_quanto_available
 
 import dofla
@@ -61,8 +60,9 @@ from dofla.display import size, table
 from dofla.errors import DoflaError
 from dofla.evaluation.language import bootstrap_interval
 from dofla.evaluation.verdict import perplexity
-from dofla.integration.cache import CACHE_ARGUMENT, cache_bytes
+from dofla.integration.cache import cache_bytes
 from dofla.integration.checkpoint import load_model
+from dofla.integration.interface import token_by_token
 from dofla.integration.recorder import evaluation_mode
 from dofla.integration.surgery import convert
 from dofla.storage.files import replacing
@@ -98,10 +98,12 @@ def students(
 
 @torch.no_grad()
 def judge_student(student: PreTrainedModel, window: Tensor) -> tuple[float, int]:
-    """Loss of the last tokens of a window [1, L], read in one call, and the bytes of the state after it."""
-    cache = DynamicCache(config=student.config)
-    logits = student(window, logits_to_keep=WRITTEN + 1, **{CACHE_ARGUMENT: cache}).logits[0, :-1]
-    return cross_entropy(logits.float(), window[0, -WRITTEN:]).item(), cache_bytes(cache)
+    """Loss of the last tokens of a window [1, L], after a prompt that is read in one call, and the bytes of the state
+    after it. They are written token by token, as decoding does it."""
+    cache, first = read_prompt(student, window)
+    with token_by_token():
+        loss = loss_of(student, cache, first, window)
+    return loss, cache_bytes(cache)
 
 
 @torch.no_grad()

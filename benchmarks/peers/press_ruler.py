@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 from judging import token_bytes
 from presses import KINDS, PRESSES, Memory, Trial, compressing, ratio_to, read_within
-from questions import Context, Found, Task, read_found, read_tasks, score
+from questions import Context, Found, Task, add_found, read_found, read_tasks, score
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 WAYS = {"once": KINDS["once"], "kvzip": KINDS["kvzip"], "held": KINDS["held"], "question known": ["SnapKV", "TOVA"]}
@@ -59,13 +59,16 @@ def fill(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path, task: Task, trials: list[Trial]
 ) -> None:
     """Write what is not there of these trials, of one way, on a task."""
-    there = read_found(folder, task)
-    trials = [trial for trial in trials if (trial.memory, trial.limit) not in there]
-    if trials:
-        of_contexts = zip(*(scores(model, tokenizer, context, trials) for context in task.contexts), strict=True)
-        for trial, own in zip(trials, of_contexts, strict=True):
-            held = trial.kept * token_bytes(model)
-            Found(trial.memory, trial.limit, task.name, task.digest, held, list(own)).write(folder)
+    for context in task.contexts:
+        known = read_found(folder)
+        asked = [x for x in trials if context.digest not in known.get((x.memory, x.limit), {})]
+        if asked:
+            own = zip(asked, scores(model, tokenizer, context, asked), strict=True)
+            held = token_bytes(model)
+            add_found(
+                folder,
+                [Found(x.memory, x.limit, task.name, context.digest, x.kept * held, score) for x, score in own],
+            )
 
 
 def main() -> None:

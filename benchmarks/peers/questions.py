@@ -1,5 +1,5 @@
 """What both environments share of RULER's questions: what is asked about contexts, what a memory answers, and what it
-scores, a file each. Nothing of dofla.
+scores, a line each. Nothing of dofla.
 
 A context is read before anyone asks, once; the question, which follows on it, finds what is remembered.
 """
@@ -7,18 +7,20 @@ A context is read before anyone asks, once; the question, which follows on it, f
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from hashlib import sha256
 from pathlib import Path
-from statistics import fmean
 
 import torch
-from judging import write_json
+from judging import write_json, write_text
 from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
 
 ASKED = "asked.json"
 """The file that says what is asked, and how many bytes memories may take."""
+FOUND = "found.jsonl"
+"""The file of scores."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,11 @@ class Context:
         """RULER's string match: the share of the answers that stand in what was written, whatever their case."""
         return sum(answer.lower() in written.lower() for answer in self.answers) / len(self.answers)
 
+    @cached_property
+    def digest(self) -> str:
+        """Of all that is asked."""
+        return sha256(json.dumps(asdict(self)).encode()).hexdigest()[:16]
+
 
 @dataclass(frozen=True)
 class Task:
@@ -43,45 +50,46 @@ class Task:
     name: str
     contexts: list[Context]
 
-    @cached_property
-    def digest(self) -> str:
-        """Of all that is asked."""
-        return sha256(json.dumps(asdict(self)).encode()).hexdigest()
 
-
-@dataclass
+@dataclass(frozen=True)
 class Found:
     """What a memory scored.
 
     Attributes:
         memory: its name.
         limit: the bytes that it was to take at most; 0 where there was no choice.
-        task, digest: of the :class:`Task`.
-        bytes: that it holds after a context, at most.
-        scores: of the contexts.
+        task: its name.
+        context: the digest of the context.
+        bytes: that it holds after the context.
+        score: the share of the answers.
     """
 
     memory: str
     limit: int
     task: str
-    digest: str
+    context: str
     bytes: int
-    scores: list[float]
-
-    @property
-    def mean(self) -> float:
-        return fmean(self.scores)
-
-    def write(self, folder: Path) -> None:
-        """Into a file of its own, whole or not there."""
-        write_json(folder / f"{self.memory}, {self.limit}, {self.task}, {self.digest[:8]}.json", asdict(self))
+    score: float
 
 
-def read_found(folder: Path, task: Task) -> dict[tuple[str, int], Found]:
-    """Of a task, by memory and limit."""
-    paths = [path for path in sorted(folder.glob("*.json")) if path.name != ASKED]
-    there = [Found(**json.loads(path.read_text(encoding="utf-8"))) for path in paths]
-    return {(found.memory, found.limit): found for found in there if found.digest == task.digest}
+Known = dict[tuple[str, int], dict[str, Found]]
+"""By memory and limit, and by the digest of the context."""
+
+
+def read_found(folder: Path) -> Known:
+    """All that was measured."""
+    path, known = folder / FOUND, {}
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
+        found = Found(**json.loads(line))
+        known.setdefault((found.memory, found.limit), {})[found.context] = found
+    return known
+
+
+def add_found(folder: Path, found: Iterable[Found]) -> None:
+    """To what was measured, all or nothing."""
+    path = folder / FOUND
+    before = path.read_text(encoding="utf-8") if path.exists() else ""
+    write_text(path, before + "".join(f"{json.dumps(asdict(own))}\n" for own in found))
 
 
 def write_tasks(folder: Path, tasks: list[Task], limits: list[int]) -> None:

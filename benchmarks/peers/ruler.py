@@ -6,29 +6,30 @@ original's, what one would use instead.
 
 Tasks are 11 of RULER's 13, by the generators of lm-evaluation-harness (``pip install -e ".[ruler]"``) and without a
 network: where RULER has essays stands ``--haystack``, by default the text that comes with dofla. All rows see the same
-contexts, those of ``--seed``. A context is read once for each row, before anyone asks; the question follows on it. A
-score is the share of the answers that stand in what the model writes, greedily, within the tokens that RULER allows.
-The mean is that of all tasks, with an interval of 95 % by bootstrap over contexts.
+contexts, those of ``--seed``. A context is read before anyone asks, once for all rows whose prompts are exact; the
+question follows on it. A score is the share of the answers that stand in what the model writes, greedily, within the
+tokens that RULER allows. The mean is that of all tasks, with an interval of 95 % by bootstrap over contexts.
 
 Rows are the softmax cache, transformers' QuantizedCache of 4 bits where optimum-quanto is installed, and one of each
 ``--dofla``, whatever options of :func:`dofla.compress` it names. With ``--kvpress``, the Python of an environment with
 ``benchmarks/peers/requirements.txt``, press_ruler.py adds presses of the bytes that each of the latter holds after a
-context. What is measured stays in the folder and is not measured again.
+context. What is measured of a context stays in the folder and is not measured again, so that ``--contexts`` may grow.
 """
 
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Iterator
 from pathlib import Path
+from statistics import fmean
 from typing import Annotated
 
 import torch
 import typer
 from continuation import CODED, coded_bytes, options_of
 from judging import SOFTMAX, filled, token_bytes
-from questions import Context, Found, Task, read_found, score, write_tasks
+from questions import Context, Found, Known, Task, add_found, read_found, score, write_tasks
+from reading import Reading, copied
 from rich.console import Console
 from rich.table import Table
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase, QuantizedCache
@@ -37,16 +38,12 @@ import dofla
 from dofla.display import size, table
 from dofla.errors import DoflaError
 from dofla.evaluation.language import bootstrap_interval
-from dofla.integration.cache import CACHE_ARGUMENT, cache_bytes
+from dofla.integration.cache import cache_bytes
 from dofla.integration.positions import positions_of
-from dofla.integration.recorder import evaluation_mode
 from dofla.runs.opening import open_original
-from dofla.serving.prompt_state import read_prompt
 from dofla.tasks.harness import quiet
 from dofla.tasks.ruler import GROUP, TASKS, ruler_tasks
 
-Answers = Callable[[Context], list[tuple[float, int]]]
-"""Of each memory the score, and the bytes after the context."""
 BITS = {SOFTMAX: None} | {name: bits for name, bits in CODED.items() if bits == 4}
 
 
@@ -69,58 +66,66 @@ def tasks_of(
     return found
 
 
-def answer(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, context: Context) -> list[tuple[float, int]]:
-    """By the cache of a compressed model."""
-    with evaluation_mode(model):
-        cache = read_prompt(model, torch.tensor([context.ids]))
-        held = cache_bytes(cache)
-        return [(score(model, tokenizer, cache, context), held)]
-
-
 @torch.no_grad()
-def answer_softmax(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, context: Context
-) -> list[tuple[float, int]]:
-    """By all of :data:`BITS`, from one reading: a softmax cache, and transformers' QuantizedCache, which has coded the
-    whole context."""
-    read, found = DynamicCache(config=model.config), []
-    model.base_model(torch.tensor([context.ids]), **{CACHE_ARGUMENT: read})
-    pairs = [(layer.keys, layer.values) for layer in read.layers]
-    for bits in BITS.values():
-        if bits is None:
-            cache, held = filled(pairs, DynamicCache(config=model.config)), len(context.ids) * token_bytes(model)
+def answers(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    students: dict[str, PreTrainedModel],
+    context: Context,
+    memories: list[str],
+) -> Iterator[tuple[str, int, float]]:
+    """Of each memory, of :data:`BITS` or a compressed copy, the name, the bytes after the context, and the score."""
+    reading = Reading(model, torch.tensor([context.ids]))
+    for memory in memories:
+        writer = students.get(memory, model)
+        if memory in students:
+            cache = reading.cache_of(writer)
+            held = cache_bytes(cache)
+        elif (bits := BITS[memory]) is None:
+            cache, held = filled(reading.pairs, DynamicCache(config=model.config)), reading.tokens * token_bytes(model)
         else:
-            cache = filled(pairs, QuantizedCache("quanto", model.config, nbits=bits))
+            cache = filled(reading.pairs, QuantizedCache("quanto", model.config, nbits=bits))
             held = coded_bytes(cache)
-        found.append((score(model, tokenizer, cache, context), held))
-    return found
+        yield memory, held, score(writer, tokenizer, cache, context)
 
 
-def ask(folder: Path, memories: Sequence[str], answers: Answers, task: Task) -> None:
-    """Write what these memories score, unless it is there."""
-    there = read_found(folder, task)
-    if all((memory, 0) in there for memory in memories):
-        return
-    for memory, own in zip(memories, zip(*map(answers, task.contexts), strict=True), strict=True):
-        scores, held = zip(*own, strict=True)
-        Found(memory, 0, task.name, task.digest, max(held), list(scores)).write(folder)
+def ask(
+    folder: Path,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    students: dict[str, PreTrainedModel],
+    task: Task,
+) -> None:
+    """Write what memories score, unless it is there."""
+    for context in task.contexts:
+        known = read_found(folder)
+        lacking = [name for name in (*BITS, *students) if context.digest not in known.get((name, 0), {})]
+        if lacking:
+            own = answers(model, tokenizer, students, context, lacking)
+            add_found(folder, [Found(name, 0, task.name, context.digest, held, found) for name, held, found in own])
 
 
-def merged(folder: Path, tasks: list[Task], title: str) -> Table:
-    """A row of each memory in the folder, by its bytes and then by what it finds; a column of each task."""
-    columns = [read_found(folder, task) for task in tasks]
-    rows = {row: [column.get(row) for column in columns] for column in columns for row in column}
+def merged(known: Known, tasks: list[Task], title: str) -> Table:
+    """A row of each memory, by its bytes and then by what it finds; a column of each task."""
     heads = [task.name.removeprefix("ruler_").removeprefix("niah_") for task in tasks]
     shown = table("memory", "after a context", *heads, f"mean of {len(tasks)}")
-    shown.title = title
-    order = {row: (-max(x.bytes for x in own if x), -sum(x.mean for x in own if x)) for row, own in rows.items()}
-    for row in sorted(rows, key=order.__getitem__):
-        cells, mean = [f"{x.mean:.2f}" if x else "" for x in rows[row]], ""
-        if all(rows[row]):
-            scores = torch.tensor([value for x in rows[row] for value in x.scores], dtype=torch.float64)
-            low, high = bootstrap_interval(scores, torch.ones_like(scores))
-            mean = f"{scores.mean().item():.2f} ({low:.2f} to {high:.2f})"
-        shown.add_row(row[0], size(-order[row][0]), *cells, mean)
+    shown.title, rows = title, []
+    for (memory, _), own in known.items():
+        found = [[own[x.digest] for x in task.contexts if x.digest in own] for task in tasks]
+        if held := max((x.bytes for each in found for x in each), default=0):
+            # A task counts when all of its contexts were measured.
+            scores = [
+                [x.score for x in each] if len(each) == len(task.contexts) else []
+                for each, task in zip(found, tasks, strict=True)
+            ]
+            rows.append((-held, -sum(map(sum, scores)), memory, scores))
+    for held, _, memory, scores in sorted(rows):
+        cells, mean = [f"{fmean(own):.2f}" if own else "" for own in scores], ""
+        if all(scores):
+            every = torch.tensor([x for own in scores for x in own], dtype=torch.float64)
+            low, high = bootstrap_interval(every, torch.ones_like(every))
+            mean = f"{every.mean().item():.2f} ({low:.2f} to {high:.2f})"
+        shown.add_row(memory, size(-held), *cells, mean)
     return shown
 
 
@@ -148,23 +153,20 @@ def main(
         raise DoflaError(f"length {length}: {model} has {most} positions, give no more")
     tasks = tasks_of(tokenizer, names, length, contexts, haystack, seed)
     out.mkdir(parents=True, exist_ok=True)
+    windows = calibrate and dofla.token_windows(calibrate, tokenizer, length=512, windows=12)
+    suffix = f", calibrated on {calibrate.name}" if calibrate else ""
+    students = {
+        f"dofla, {text}{suffix}": dofla.compress(copied(teacher), windows, tokenizer=tokenizer, **own)
+        for text, own in options.items()
+    }
     for each in tasks:
-        ask(out, list(BITS), partial(answer_softmax, teacher, tokenizer), each)
-    known = calibrate and dofla.token_windows(calibrate, tokenizer, length=512, windows=12)
-    limits = []
-    for text, own in options.items():
-        memory = f"dofla, {text}" + (f", calibrated on {calibrate.name}" if calibrate else "")
-        if any((memory, 0) not in read_found(out, each) for each in tasks):
-            dofla.compress(teacher, known, tokenizer=tokenizer, **own)
-            for each in tasks:
-                ask(out, [memory], partial(answer, teacher, tokenizer), each)
-            dofla.restore(teacher)
-        limits.append(max(read_found(out, each)[memory, 0].bytes for each in tasks))
-    write_tasks(out, tasks, sorted(set(limits)))
+        ask(out, teacher, tokenizer, students, each)
     if kvpress:
+        known, asked = read_found(out), [context.digest for each in tasks for context in each.contexts]
+        write_tasks(out, tasks, sorted({max(known[memory, 0][x].bytes for x in asked) for memory in students}))
         subprocess.run([kvpress, Path(__file__).parent / "press_ruler.py", "--model", model, out], check=True)
     title = f"{model}: RULER, {length} tokens, {haystack} in place of its essays, contexts of each task: {contexts}"
-    Console(width=220).print(merged(out, tasks, title))
+    Console(width=220).print(merged(read_found(out), tasks, title))
 
 
 if __name__ == "__main__":

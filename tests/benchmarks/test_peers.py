@@ -12,6 +12,7 @@ import dofla
 from dofla.attention.constants import ALIGNMENT
 from dofla.attention.layout import PARTS
 from dofla.errors import DoflaError
+from dofla.integration.cache import cache_bytes
 
 WRITTEN = 256
 """Tokens judged here, instead of 512: twice those that a QuantizedCache gathers."""
@@ -48,10 +49,11 @@ def row(judging, name="dofla.compress", limit=1000, losses=(1.0, 2.0), **bytes_o
 
 
 @torch.no_grad()
-def test_what_is_written_in_pieces_has_the_loss_of_one_call(judging, continuation, model, tiny):
+def test_what_is_written_in_pieces_has_the_loss_of_one_call(judging, model, tiny):
     window = tiny.tokens(1, WRITTEN + 20)
     losses = [judging.loss_of(model, *judging.read_prompt(model, window), window, chunk=size) for size in (WRITTEN, 7)]
-    whole, _ = continuation.judge_student(model, window)
+    logits = model(window).logits[0, -WRITTEN - 1 : -1]
+    whole = torch.nn.functional.cross_entropy(logits.float(), window[0, -WRITTEN:]).item()
     # transformers' loss is of float32 logits.
     assert losses == pytest.approx([whole] * 2, rel=sum_error(WRITTEN))
 
@@ -101,6 +103,19 @@ def test_a_memory_that_fades_has_the_bytes_it_may_take_after_the_prompt_and_at_t
     loss, _ = continuation.judge_student(student, texts["stories"])
     assert [len(found.losses[name]) for name in texts] == [2, 1]
     assert found.losses["stories"] == [loss]
+
+
+@torch.no_grad()
+def test_a_student_reads_the_prompt_in_one_call_and_writes_token_by_token(continuation, judging, tiny):
+    model, window = tiny.llama(max_position_embeddings=1024), tiny.tokens(1, WRITTEN + 200)
+    student = compress(model, tiny.tokens(2, 48), tokens=48, head_budgets="even")
+    cache, first = judging.read_prompt(student, window)
+    written = judging.loss_of(student, cache, first, window, chunk=1)
+    judged, held = continuation.judge_student(student, window)
+    assert held == cache_bytes(cache)
+    assert judged == pytest.approx(written, rel=sum_error(WRITTEN))
+    at_once = judging.loss_of(student, *judging.read_prompt(student, window), window)
+    assert abs(at_once - written) > 1e-4  # with exact attention among the tokens that are written
 
 
 def test_models_of_one_size_take_no_more_than_its_bytes(continuation, tiny):

@@ -4,11 +4,12 @@ import pytest
 import torch
 import typer
 from benches import scripts
-from students import student_of
 from transformers import DynamicCache
 
 import dofla
 from dofla.errors import DoflaError
+from dofla.integration.cache import cache_bytes
+from dofla.serving.prompt_state import read_prompt
 
 LENGTH = 2048
 
@@ -55,17 +56,23 @@ def test_the_score_is_the_share_that_was_written(modules):
 
 
 @torch.no_grad()
-def test_answers_are_those_of_whole_prompts_read_from_the_start(tiny, modules, model, tokenizer, monkeypatch):
+@pytest.mark.parametrize("prefill", ["exact", "sequential"])
+def test_answers_are_those_of_a_model_that_reads_the_context_itself(
+    tiny, modules, model, tokenizer, uncompiled, monkeypatch, prefill
+):
     ruler, questions = modules
-    student, said = student_of(tiny, model), []
-    ids = tiny.tokens(1, 200)[0].tolist()
-    context = questions.Context(ids[:180], ids[180:], ["no such answer"], 12)
+    ids, said = tiny.tokens(1, 400)[0].tolist(), []
+    context = questions.Context(ids[:380], ids[380:], ["no such answer"], 12)
     monkeypatch.setattr(questions.Context, "score", lambda _, written: said.append(written) or 0.0)
-    ((_, held),) = ruler.answer(student, tokenizer, context)
-    assert held > 0
-    ids = torch.tensor([context.ids + context.question])
-    whole = student.generate(ids, max_new_tokens=context.room, do_sample=False, attention_mask=ids > -1)
-    assert tokenizer.decode(whole[0, ids.shape[1] :]) == said[-1]
+    windows = dofla.TokenWindows(tiny.tokens(4, 48))
+    student = dofla.compress(ruler.copied(model), windows, size="100KiB", retrieval_heads=0, prefill=prefill)
+    ((_, held, _),) = ruler.answers(model, tokenizer, {"dofla": student}, context, ["dofla"])
+    answered = said[-1]
+    cache = read_prompt(student, torch.tensor([context.ids]))
+    assert held == cache_bytes(cache)
+    modules[1].score(student, tokenizer, cache, context)
+    assert said[-1] == answered
+    assert not any("dofla" in module._modules for module in model.modules())
 
 
 @torch.no_grad()
@@ -102,32 +109,41 @@ def test_a_memory_of_fewer_tokens_than_were_read_answers_at_the_places_of_the_te
 def test_a_quantized_cache_has_coded_the_context_when_it_is_asked(modules, model, ask, tokenizer, quanto, monkeypatch):
     monkeypatch.setattr(modules[0], "BITS", {"softmax": None, "four": 4, "two": 2})
     ((context,),) = (task.contexts for task in ask("niah_single_1"))
-    whole, *coded = modules[0].answer_softmax(model, tokenizer, context)
+    found = modules[0].answers(model, tokenizer, {}, context, list(modules[0].BITS))
+    whole, *coded = [held for _, held, _ in found]
     # Of 2 layers, keys and values of 2 heads: 64 numbers; or codes, a scale and an offset for each token.
     tokens = 2 * 2 * 2 * len(context.ids)
-    assert whole[1] == tokens * 64 * 2
-    assert [held for _, held in coded] == [tokens * (64 * bits // 8 + 2 + 2) for bits in (4, 2)]
+    assert whole == tokens * 64 * 2
+    assert coded == [tokens * (64 * bits // 8 + 2 + 2) for bits in (4, 2)]
 
 
-def test_what_was_found_is_not_measured_again(modules, tmp_path):
+def test_what_was_found_is_not_measured_again(modules, tmp_path, monkeypatch):
     ruler, questions = modules
-    task = questions.Task("niah_single_1", [questions.Context([1], [2], ["3"], 4)] * 2)
-    ruler.ask(tmp_path, ["dofla", "other"], lambda context: [(0.5, 7), (1.0, 9)], task)
-    ruler.ask(tmp_path, ["dofla"], lambda _: pytest.fail("measured again"), task)
-    found, other = (questions.read_found(tmp_path, task)[memory, 0] for memory in ("dofla", "other"))
-    assert (found.scores, found.bytes, found.mean) == ([0.5, 0.5], 7, 0.5)
-    assert (other.scores, other.bytes) == ([1.0, 1.0], 9)
-    assert questions.read_found(tmp_path, questions.Task(task.name, task.contexts[:1])) == {}
+    task = questions.Task("niah_single_1", [questions.Context([n], [2], ["3"], 4) for n in range(3)])
+    asked = []
+
+    def answers(model, tokenizer, students, context, memories):
+        asked.append((context.ids, memories))
+        return [(memory, 7, 0.5) for memory in memories]
+
+    monkeypatch.setattr(ruler, "BITS", {"softmax": None})
+    monkeypatch.setattr(ruler, "answers", answers)
+    ruler.ask(tmp_path, None, None, {"dofla": None}, questions.Task(task.name, task.contexts[:2]))
+    ruler.ask(tmp_path, None, None, {"dofla": None, "other": None}, task)
+    both, all_three = ["softmax", "dofla"], ["softmax", "dofla", "other"]
+    assert asked == [([0], both), ([1], both), ([0], ["other"]), ([1], ["other"]), ([2], all_three)]
+    known = questions.read_found(tmp_path)
+    assert all(list(known[memory, 0]) == [x.digest for x in task.contexts] for memory in all_three)
+    digest = task.contexts[0].digest
+    assert known["dofla", 0][digest] == questions.Found("dofla", 0, task.name, digest, 7, 0.5)
     questions.write_tasks(tmp_path, [task], [900, 4000])
     assert questions.read_tasks(tmp_path) == ([task], [900, 4000])
-    assert questions.read_found(tmp_path, task) == {("dofla", 0): found, ("other", 0): other}
 
 
 def test_rows_stand_by_bytes_and_then_by_what_is_found_where_some_is_missing_too(modules, tmp_path):
     ruler, questions = modules
-    tasks = [
-        questions.Task(name, [questions.Context([1], [2], ["3"], 4)] * 2) for name in ("niah_single_1", "ruler_vt")
-    ]
+    contexts = [questions.Context([n], [2], ["3"], 4) for n in range(4)]
+    tasks = [questions.Task("niah_single_1", contexts[:2]), questions.Task("ruler_vt", contexts[2:])]
     rows = {
         "better": (900, 1.0, 0.5),
         "worse": (900, 0.5, 0.5),
@@ -136,9 +152,13 @@ def test_rows_stand_by_bytes_and_then_by_what_is_found_where_some_is_missing_too
     }
     for memory, (held, *means) in rows.items():
         for task, mean in zip(tasks, means, strict=True):
-            if mean is not None:
-                questions.Found(memory, 0, task.name, task.digest, held, [mean] * 2).write(tmp_path)
-    columns = [[column.header, *column.cells] for column in ruler.merged(tmp_path, tasks, "title").columns]
+            measured = task.contexts if mean is not None else task.contexts[:1]
+            found = [questions.Found(memory, 0, task.name, x.digest, held, mean or 0) for x in measured]
+            questions.add_found(tmp_path, found)
+    columns = [
+        [column.header, *column.cells]
+        for column in ruler.merged(questions.read_found(tmp_path), tasks, "title").columns
+    ]
     assert columns[0] == ["memory", "softmax cache", "better", "worse", "small"]
     assert columns[3] == ["vt", "1.00", "0.50", "0.50", ""]
     assert columns[4] == ["mean of 2", "1.00 (1.00 to 1.00)", "0.75 (0.50 to 1.00)", "0.50 (0.50 to 0.50)", ""]
@@ -159,7 +179,7 @@ def test_the_command_prints_a_row_of_each_memory(
             "sample in place of its essays, contexts of each task: 1",
         ):
             assert text in printed
-        monkeypatch.setattr(dofla, "compress", None)
+        monkeypatch.setattr(modules[0], "answers", None)
     for text in ("size", "=3MiB"):
         with pytest.raises(typer.BadParameter, match="give NAME=VALUE,NAME=VALUE"):
             modules[0].options_of(text)
