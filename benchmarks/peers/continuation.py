@@ -25,6 +25,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Annotated
@@ -52,10 +53,11 @@ from transformers import AutoTokenizer, Cache, PreTrainedModel, QuantizedCache
 from transformers.utils import is_optimum_quanto_available
 
 import dofla
+from dofla.compression.calibration import Calibration
+from dofla.compression.directions import default_cut
 from dofla.compression.plan import compressed_plan
 from dofla.compression.size import parse_size
 from dofla.compression.target import Target
-from dofla.data import TokenWindows
 from dofla.display import size, table
 from dofla.errors import DoflaError
 from dofla.evaluation.language import bootstrap_interval
@@ -82,17 +84,16 @@ Make = Callable[[PreTrainedModel], PreTrainedModel]
 
 
 def students(
-    size: str | int, known: TokenWindows, own: TokenWindows | None, context: int | None = None
+    size: str | int, known: Calibration, own: Calibration | None, context: int | None = None
 ) -> dict[str, Make]:
     """Name → what makes of a model one of constant memory."""
+    options = {"size": size, "context": context, "retrieval_heads": 0}
     made = {
-        OURS: lambda model: dofla.compress(model, known, size, context=context, retrieval_heads=0),
-        "window and sinks, 8 bits": lambda model: window_alone(size, None)(model, known),
+        OURS: lambda model: dofla.compress(model, calibration=known, **options),
+        "window and sinks, 8 bits": window_alone(size, None),
     }
     if own is not None:
-        made["dofla.compress, own samples"] = lambda model: dofla.compress(
-            model, own, size, context=context, retrieval_heads=0
-        )
+        made["dofla.compress, own samples"] = lambda model: dofla.compress(model, calibration=own, **options)
     return made
 
 
@@ -257,8 +258,9 @@ def main(
     if f"{SOFTMAX}, 0" not in there:
         for row in cache_rows(teacher, texts):
             row.write(out)
-    known = dofla.token_windows(calibrate, tokenizer, length=512, windows=12)
-    samples = dofla.token_windows("self", tokenizer, model=teacher, length=512, windows=12) if own else None
+    measure, cut = partial(dofla.calibrate, tokenizer=tokenizer, context=context), default_cut(context, longest)
+    known = measure(teacher, dofla.token_windows(calibrate, tokenizer, **cut))
+    samples = measure(teacher, dofla.token_windows("self", tokenizer, model=teacher, **cut)) if own else None
     for each, limit in limits.items():
         for name, make in students(each, known, samples, context).items():
             if f"{name}, {limit}" not in there:
@@ -266,7 +268,7 @@ def main(
                 dofla.restore(teacher)
     for given, own_options in options.items():
         if f"dofla, {given}, 0" not in there:
-            compressed = dofla.compress(teacher, known, context=context, **own_options)
+            compressed = dofla.compress(teacher, calibration=known, context=context, **own_options)
             student_row(f"dofla, {given}", 0, compressed, texts, GROWS).write(out)
             dofla.restore(teacher)
     for name, folder in adapters.items():

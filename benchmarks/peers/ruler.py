@@ -35,6 +35,7 @@ from rich.table import Table
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase, QuantizedCache
 
 import dofla
+from dofla.compression.directions import default_cut
 from dofla.display import size, table
 from dofla.errors import DoflaError
 from dofla.evaluation.language import bootstrap_interval
@@ -153,7 +154,7 @@ def main(
         raise DoflaError(f"length {length}: {model} has {most} positions, give no more")
     tasks = tasks_of(tokenizer, names, length, contexts, haystack, seed)
     out.mkdir(parents=True, exist_ok=True)
-    windows = calibrate and dofla.token_windows(calibrate, tokenizer, length=512, windows=12)
+    windows = calibrate and dofla.token_windows(calibrate, tokenizer, **default_cut(length))
     suffix = f", calibrated on {calibrate.name}" if calibrate else ""
     students = {
         f"dofla, {text}{suffix}": dofla.compress(copied(teacher), windows, tokenizer=tokenizer, **own)

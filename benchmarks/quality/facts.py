@@ -39,17 +39,18 @@ def main(
     documents: Annotated[int, typer.Option(help="How many.")] = 1,
     calibration: Annotated[str | None, typer.Option(help="A calibration; default: a known one.")] = None,
     dtype: Annotated[str, typer.Option(help="Precision of the weights.")] = "float32",
+    piece: Annotated[int, typer.Option(help="Tokens of a document that are read at once.")] = 4096,
 ) -> None:
     opened, tokenizer = open_original(model, dtype=dtype)
     facts = facts_among(text, tokenizer, length, documents)
     shown = table("cache", "bytes", "growing heads", "found", "of")
-    shown.add_row("softmax", "", "", *map(str, facts_found(opened, facts, tokenizer)))
+    shown.add_row("softmax", "", "", *map(str, facts_found(opened, facts, tokenizer, piece)))
     for given in compress:
         options = options_of(given)
         dofla.compress(opened, calibration=calibration, tokenizer=tokenizer, **options)
         plan = Converted.of(opened).plan
         held = size(plan.cache_bytes(length, opened.dtype))
-        shown.add_row(given, held, str(plan.growing), *map(str, facts_found(opened, facts, tokenizer)))
+        shown.add_row(given, held, str(plan.growing), *map(str, facts_found(opened, facts, tokenizer, piece)))
         dofla.restore(opened)
     Console(width=120).print(shown)
 
@@ -61,13 +62,15 @@ def facts_among(text: str, tokenizer: PreTrainedTokenizerBase, length: int, docu
 
 
 @torch.no_grad()
-def facts_found(model: PreTrainedModel, facts: Facts, tokenizer: PreTrainedTokenizerBase) -> tuple[int, int]:
+def facts_found(
+    model: PreTrainedModel, facts: Facts, tokenizer: PreTrainedTokenizerBase, piece: int = 4096
+) -> tuple[int, int]:
     """Facts whose number is predicted, and all."""
     found = count = 0
     for ids, told in zip(facts.documents.input_ids, facts.told, strict=True):
         with evaluation_mode(model):
             first = len(ids) - facts.asked - 1
-            cache = read_prompt(model, ids[None, :first])
+            cache = read_prompt(model, ids[None, :first], chunk=piece)
             with token_by_token():
                 hidden = model.base_model(ids[None, first:-1], use_cache=True, **{CACHE_ARGUMENT: cache})[0][0]
             right = model.get_output_embeddings()(hidden).argmax(-1) == ids[-facts.asked :]

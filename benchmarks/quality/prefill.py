@@ -24,6 +24,7 @@ from torch.nn.functional import cross_entropy
 from transformers import DynamicCache, PreTrainedModel
 
 import dofla
+from dofla.compression.directions import default_cut
 from dofla.display import table
 from dofla.integration.cache import CACHE_ARGUMENT
 from dofla.integration.interface import token_by_token
@@ -53,7 +54,7 @@ def main(
         texts[name] = there[torch.linspace(0, len(there) - 1, windows).long()]
     known: dofla.Calibration | Path | None = calibration
     if calibrate and calibration is None:
-        read = dofla.token_windows(calibrate, tokenizer, length=512, windows=12)
+        read = dofla.token_windows(calibrate, tokenizer, **default_cut())
         known = dofla.calibrate(original, read, tokenizer=tokenizer)
     right, softmax = measured(original, texts, length)
     shown = table("prefill", *texts, "mean", "time", gap=2)

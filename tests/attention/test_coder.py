@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from forms import threads
+from forms import KernelCalls, needs_kernels, threads
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -13,7 +13,9 @@ from dofla.attention import Coder, Moments, tier_bytes
 from dofla.attention.coding.blocks import decode, encode, from_bytes, to_bytes, whole
 from dofla.attention.coding.coder import spread
 from dofla.attention.coding.levels import DISTORTION, levels, scale_code, scale_of
+from dofla.attention.coding.operations import CodeOperations
 from dofla.attention.coding.trellis import search, windows
+from dofla.attention.compiled.backend import Compiled
 from dofla.attention.constants import FINE, MOST_BITS, UNIT, WINDOW
 
 
@@ -196,6 +198,22 @@ def test_bits_go_where_variance_is(variance, bits):
     assert all(1 <= n <= MOST_BITS for n in found)
     order = sorted(range(len(found)), key=lambda n: -variance[n])
     assert all(found[a] >= found[b] for a, b in pairwise(order))
+
+
+@needs_kernels
+@pytest.mark.parametrize(("dim", "bits"), [(8, 2.5), (16, 1.0), (24, 3.0), (64, 2.5), (80, 4.0), (128, 5.0)])
+@pytest.mark.parametrize("length", [0, 1, 200])
+def test_kernels_decode_bit_for_bit(dim, bits, length):
+    x = vectors(dim=dim, batch=2)
+    coder, plain = calibrated(x, bits), CodeOperations()
+    codes, scales = coder.encode(x[:, :, :length])
+    with KernelCalls() as calls:
+        found = Compiled().decode(coder, (codes, scales))
+    assert calls.names == {"decode"}
+    assert torch.equal(found, plain.decode(coder, (codes, scales)))
+    if length:  # rows that stand apart, and backward
+        turned = tuple(part.flip(2)[:, :, ::2] for part in (codes, scales))
+        assert torch.equal(Compiled().decode(coder, turned), plain.decode(coder, turned))
 
 
 @pytest.mark.parametrize(("dim", "bits"), [(8, 2.5), (16, 2.5), (24, 3.0), (64, 2.5), (64, 4.0), (80, 3.2), (256, 1.5)])

@@ -119,7 +119,8 @@ def test_a_student_reads_the_prompt_in_one_call_and_writes_token_by_token(contin
 
 
 def test_models_of_one_size_take_no_more_than_its_bytes(continuation, tiny):
-    model, known = tiny.llama(max_position_embeddings=512), dofla.TokenWindows(tiny.tokens(2, 48))
+    model = tiny.llama(max_position_embeddings=512)
+    known = dofla.calibrate(model, dofla.TokenWindows(tiny.tokens(2, 48)))
     limit = continuation.limit_of(model, size_of(model, 48))
     aligned = 4 * len(PARTS) * (ALIGNMENT - 1)  # each of two layers' two KV heads has a size, and so parts, of its own
     for name, make in continuation.students(size_of(model, 48), known, known).items():

@@ -72,6 +72,12 @@ class Compiled(Backend):
         pairs = zip(coders, packed, strict=True)
         return [torch.ops.dofla.encode.default(*own, coder.constants, TABLES) for coder, own in pairs]
 
+    def decode(self, coder: Coder, codes: Codes) -> Tensor:
+        if not compiled.usable((), codes):
+            return super().decode(coder, codes)
+        parts = [part.contiguous() for part in codes]
+        return coder.unrotate(torch.ops.dofla.decode.default(*parts, coder.constants, TABLES, coder.dim))
+
     def through_features(
         self,
         query: Tensor,

@@ -1,4 +1,4 @@
-// The operator that encodes tokens alone, for those that a prefill retains.
+// The operators that encode tokens alone, and decode them: those that an exact prefill retains, and that are there before it.
 #include "rows.h"
 #include "together.h"
 
@@ -6,6 +6,8 @@
 
 namespace dofla::cache {
 namespace {
+
+constexpr std::int64_t kWorthAThread = 64;  // vectors that are decoded, at least
 
 // Codes [B, Hkv, n, bytes] and scales [B, Hkv, n, blocks], uint8, of vectors [B, Hkv, n, d] and exponents [B, Hkv, n], int8.
 std::tuple<Tensor, Tensor> encode(const Tensor& integers, const Tensor& exponents, const Tensor& constants,
@@ -35,12 +37,41 @@ std::tuple<Tensor, Tensor> encode(const Tensor& integers, const Tensor& exponent
   return {codes, scales};
 }
 
+// Rotated vectors [B, Hkv, n, d], float32, of codes [B, Hkv, n, bytes] and scales [B, Hkv, n, blocks].
+Tensor decode(const Tensor& codes, const Tensor& scales, const Tensor& constants, const Tensor& tables, std::int64_t dim) {
+  const std::int64_t heads = codes.size(1), count = codes.size(2);
+  const Coders coders(constants, heads, dim, tables);
+  const std::int64_t bytes = coders.head(0).bytes(), blocks = dim / coders.block;
+  STD_TORCH_CHECK(codes.is_contiguous() && codes.scalar_type() == ScalarType::Byte && codes.size(3) == bytes, "codes must be uint8");
+  STD_TORCH_CHECK(scales.is_contiguous() && scales.scalar_type() == ScalarType::Byte && scales.numel() * bytes == codes.numel() * blocks,
+                  "there is a scale for each block");
+  const Tensor out = empty<4>({codes.size(0), heads, count, dim}, tables);
+  const auto* code = static_cast<const std::uint8_t*>(codes.data_ptr());
+  const auto* scale = static_cast<const std::uint8_t*>(scales.data_ptr());
+  auto* to = static_cast<float*>(out.data_ptr());
+  torch::stable::parallel_for(0, codes.size(0) * heads * count, kWorthAThread, [&](std::int64_t begin, std::int64_t end) {
+    std::vector<std::uint8_t> row(bytes + 16);  // more than a vector's own codes may be read
+    for (; begin < end; ++begin) {
+      std::copy_n(code + begin * bytes, bytes, row.data());
+      const coding::Coder coder = coders.head(begin / count % heads);
+      coding::with_block(coder.block, [&](auto block) {
+        coding::decode<block>(coder, row.data(), scale + begin * blocks, to + begin * dim);
+      });
+    }
+  });
+  return out;
+}
+
 }  // namespace
 
 STABLE_TORCH_LIBRARY_FRAGMENT(dofla, library) {
   library.def("encode(Tensor integers, Tensor exponents, Tensor constants, Tensor tables) -> (Tensor, Tensor)");
+  library.def("decode(Tensor codes, Tensor scales, Tensor constants, Tensor tables, int dim) -> Tensor");
 }
 
-STABLE_TORCH_LIBRARY_IMPL(dofla, CPU, library) { library.impl("encode", TORCH_BOX(&encode)); }
+STABLE_TORCH_LIBRARY_IMPL(dofla, CPU, library) {
+  library.impl("encode", TORCH_BOX(&encode));
+  library.impl("decode", TORCH_BOX(&decode));
+}
 
 }  // namespace dofla::cache
