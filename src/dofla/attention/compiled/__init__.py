@@ -3,8 +3,8 @@
 Of compressed caches (compressed.cpp): trellis.h is coding/trellis.py, coding.h and, for many tokens at once, together.h
 are the rest of coding/ and eight_bits.py, heavy_hitters.h is coding/heavy_hitters.py; decoding.h reads one token of
 every sequence, prefill.h (with lines.h and reading.h) many, one after the other. Of exact prompts causal.h is their
-attention, retaining.h what prefill.py retains of them; codes.cpp codes and decodes tokens alone. Of features (attention.cpp): features.h is chunked.py, exact.h
-is exact.py.
+attention, retaining.h what prefill.py retains of them; codes.cpp codes and decodes tokens alone. Of features
+(attention.cpp): features.h is chunked.py, exact.h is exact.py.
 
 They keep each chunk in the processor's cache. Small matrix products are torch's own (oneDNN) on x86-64, those of
 product.h elsewhere. tensor.h is what they take of torch, its stable ABI: one library serves any torch from 2.10 on, and
