@@ -95,8 +95,11 @@ def test_a_call_that_wants_no_cache_gives_what_decoding_gives(tiny, windows, pre
         assert not torch.allclose(answer.logits, right.logits, atol=1e-2)
         with pytest.raises(ValueError, match="exactly one of input_ids or inputs_embeds"):
             model()
-        body = model.base_model(ids, use_cache=True).last_hidden_state  # knows nothing of the calls before
-        assert torch.equal(model.lm_head(body), answer.logits)
+        # The body knows nothing of the calls before, failed ones among them.
+        with pytest.raises(ValueError, match="exactly one of input_ids or inputs_embeds"):
+            model.base_model()
+        for asked_of_it, wanted in (({"use_cache": True}, answer), ({}, right)):
+            assert torch.equal(model.lm_head(model.base_model(ids, **asked_of_it).last_hidden_state), wanted.logits)
     for cache in (None, True):
         found = model(**asked, use_cache=cache)
         assert torch.equal(found.loss, right.loss)

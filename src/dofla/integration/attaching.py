@@ -71,15 +71,15 @@ def attach(model: PreTrainedModel, plan: Plan) -> list[AttachedLayer]:
         own.hooks = [module.register_forward_pre_hook(hand_over_cache, with_kwargs=True)]
         attached.append(own)
     if attached:
-        attached[0].hooks += [
-            model.register_forward_pre_hook(record_candidates, with_kwargs=True),
-            model.register_forward_pre_hook(begin_call, with_kwargs=True),
-            model.register_forward_hook(end_call, always_call=True),
-        ]
-    if attached and plan.prefill == "twice":
-        body, (first, second) = model.base_model, (partial(read, model) for read in (read_first, read_second))
-        attached[0].hooks.append(body.register_forward_pre_hook(first, with_kwargs=True))
-        attached[0].hooks.append(body.register_forward_hook(second, with_kwargs=True))
+        body = model.base_model
+        hooks = attached[0].hooks
+        hooks.append(model.register_forward_pre_hook(record_candidates, with_kwargs=True))
+        hooks += [each.register_forward_pre_hook(begin_call, with_kwargs=True) for each in {model, body}]
+        if plan.prefill == "twice":
+            first, second = (partial(read, model) for read in (read_first, read_second))
+            hooks.append(body.register_forward_pre_hook(first, with_kwargs=True))
+            hooks.append(body.register_forward_hook(second, with_kwargs=True))
+        hooks += [each.register_forward_hook(end_call, always_call=True) for each in {model, body}]
     return attached
 
 

@@ -25,7 +25,7 @@ from dofla.layers import AttentionLayer
 
 Visitor = Callable[..., None]
 _token_by_token: ContextVar[bool] = ContextVar("dofla_token_by_token", default=False)
-_wants_no_cache: ContextVar[bool] = ContextVar("dofla_wants_no_cache", default=False)
+_wants_no_cache: ContextVar[bool | None] = ContextVar("dofla_wants_no_cache", default=None)  # None outside of calls
 _visitor: ContextVar[tuple[Visitor | None, Callable] | None] = ContextVar("dofla_visitor", default=None)
 
 
@@ -149,17 +149,17 @@ def _prefills_exactly(layer: nn.Module, query: Tensor, entry: Any) -> bool:
     return not (one_by_one() or _wants_no_cache.get())
 
 
-def begin_call(model: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> None:
-    """Forward pre-hook of a converted model: transformers makes a cache for every call, by default. Only who gives one,
-    or says ``use_cache``, is going to decode."""
-    if not torch.compiler.is_compiling():
+def begin_call(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+    """Forward pre-hook of a converted model, and of its body, which may be called alone: transformers makes a cache for
+    every call, by default. Only who gives one, or says ``use_cache``, is going to decode."""
+    if not torch.compiler.is_compiling() and _wants_no_cache.get() is None:
         _wants_no_cache.set(kwargs.get("use_cache") is None and cache_of(args, kwargs) is None)
 
 
-def end_call(model: PreTrainedModel, args: tuple, output: Any) -> None:
-    """Forward hook of a converted model: what is called next may be its body alone."""
+def end_call(module: nn.Module, args: tuple, output: Any) -> None:
+    """Forward hook of the same, of failed calls too: the next one says for itself what it wants."""
     if not torch.compiler.is_compiling():
-        _wants_no_cache.set(False)
+        _wants_no_cache.set(None)
 
 
 def _importance(layer: AttentionLayer, hidden: Tensor | None, key: Tensor) -> Tensor | None:
