@@ -16,7 +16,7 @@ from dofla.attention.group import HeadGroup
 from dofla.attention.heads import query_heads, select, write
 from dofla.attention.layout import CompressedState, Contents, HeadSizes, Layout, Layouts
 from dofla.attention.modules import ModuleList
-from dofla.attention.prefill import LAST, LEAST_AT_ONCE, LEAST_WITHOUT_EVICTION, MOST_TOKENS, exact_prefill
+from dofla.attention.prefill import LAST, LEAST_AT_ONCE, LEAST_ON_CPU, MOST_TOKENS, exact_prefill
 from dofla.attention.state import masked, side_by_side
 from dofla.errors import DoflaError
 
@@ -70,7 +70,7 @@ class CompressedHeads(HeadGroup[CompressedState]):
             raise DoflaError("a compressed cache got a call that is not causal: keep the layer softmax (keep_softmax)")
         backend = backend_for(call.vectors, () if call.log_weight is None else (call.log_weight,))
         tokens = call.key.shape[-2]
-        least = LEAST_AT_ONCE if self.evicts else LEAST_WITHOUT_EVICTION
+        least = LEAST_AT_ONCE if call.key.is_cuda else LEAST_ON_CPU
         few = tokens == 1 or (state is not None and tokens < least)
         if few:
             call = call._replace(importance=None)

@@ -43,10 +43,10 @@ _LATER = 1e-30
 HALF_LIFE = 8192
 """Tokens that are read at once after which importance is halved: text without end is not known by its beginning."""
 LEAST_AT_ONCE = 64
-"""Tokens of a call that goes on from a cache, from which on importance decides; on a CPU fewer come one by one."""
-LEAST_WITHOUT_EVICTION = 256
-"""Likewise where nothing is evicted and importance decides nothing: what is held is decoded for all at once, which for
-fewer takes longer."""
+"""Tokens of a call that goes on from a cache, from which on importance decides."""
+LEAST_ON_CPU = 256
+"""Likewise on a CPU, where fewer come one by one: to decode what is held for all of them at once takes longer, and turns
+of a conversation leave fewer facts if each of them selects (docs/research/cache.md)."""
 LAST = 128
 """Last queries whose attention counts beside importance."""
 _REMEMBERED = 4 * DECAY
