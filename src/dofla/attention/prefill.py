@@ -45,8 +45,8 @@ HALF_LIFE = 8192
 LEAST_AT_ONCE = 64
 """Tokens of a call that goes on from a cache, from which on importance decides."""
 LEAST_ON_CPU = 256
-"""Likewise on a CPU, where fewer come one by one: to decode what is held for all of them at once takes longer, and turns
-of a conversation leave fewer facts if each of them selects (docs/research/cache.md)."""
+"""Likewise on a CPU, where fewer come one by one: to decode what is held for all at once takes longer, and turns of a
+conversation leave fewer facts if each of them selects (docs/research/cache.md)."""
 LAST = 128
 """Last queries whose attention counts beside importance."""
 _REMEMBERED = 4 * DECAY
