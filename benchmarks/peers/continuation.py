@@ -25,7 +25,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from statistics import fmean
 from typing import Annotated
@@ -81,19 +81,18 @@ CONSTANT, GROWS = "constant", "grows with the text"
 SIZES = ("1.5MiB", "5.8MiB")
 """Of compressed caches."""
 Make = Callable[[PreTrainedModel], PreTrainedModel]
+Measure = Callable[[], Calibration]
 
 
-def students(
-    size: str | int, known: Calibration, own: Calibration | None, context: int | None = None
-) -> dict[str, Make]:
+def students(size: str | int, known: Measure, own: Measure | None, context: int | None = None) -> dict[str, Make]:
     """Name → what makes of a model one of constant memory."""
     options = {"size": size, "context": context, "retrieval_heads": 0}
     made = {
-        OURS: lambda model: dofla.compress(model, calibration=known, **options),
+        OURS: lambda model: dofla.compress(model, calibration=known(), **options),
         "window and sinks, 8 bits": window_alone(size, None),
     }
     if own is not None:
-        made["dofla.compress, own samples"] = lambda model: dofla.compress(model, calibration=own, **options)
+        made["dofla.compress, own samples"] = lambda model: dofla.compress(model, calibration=own(), **options)
     return made
 
 
@@ -258,9 +257,13 @@ def main(
     if f"{SOFTMAX}, 0" not in there:
         for row in cache_rows(teacher, texts):
             row.write(out)
-    measure, cut = partial(dofla.calibrate, tokenizer=tokenizer, context=context), default_cut(context, longest)
-    known = measure(teacher, dofla.token_windows(calibrate, tokenizer, **cut))
-    samples = measure(teacher, dofla.token_windows("self", tokenizer, model=teacher, **cut)) if own else None
+
+    @lru_cache
+    def calibrated(source: Path | str) -> Calibration:
+        read = dofla.token_windows(source, tokenizer, model=teacher, **default_cut(context, longest))
+        return dofla.calibrate(teacher, read, tokenizer=tokenizer, context=context)
+
+    known, samples = partial(calibrated, calibrate), partial(calibrated, "self") if own else None
     for each, limit in limits.items():
         for name, make in students(each, known, samples, context).items():
             if f"{name}, {limit}" not in there:
@@ -268,7 +271,7 @@ def main(
                 dofla.restore(teacher)
     for given, own_options in options.items():
         if f"dofla, {given}, 0" not in there:
-            compressed = dofla.compress(teacher, calibration=known, context=context, **own_options)
+            compressed = dofla.compress(teacher, calibration=known(), context=context, **own_options)
             student_row(f"dofla, {given}", 0, compressed, texts, GROWS).write(out)
             dofla.restore(teacher)
     for name, folder in adapters.items():

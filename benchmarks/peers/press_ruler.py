@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 from judging import token_bytes
 from presses import KINDS, PRESSES, Memory, Trial, compressing, ratio_to, read_within
-from questions import Context, Found, Task, add_found, read_found, read_tasks, score
+from questions import Context, Found, Task, add_found, measured, read_tasks, score
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 WAYS = {"once": KINDS["once"], "kvzip": KINDS["kvzip"], "held": KINDS["held"], "question known": ["SnapKV", "TOVA"]}
@@ -60,15 +60,13 @@ def fill(
 ) -> None:
     """Write what is not there of these trials, of one way, on a task."""
     for context in task.contexts:
-        known = read_found(folder)
-        asked = [x for x in trials if context.digest not in known.get((x.memory, x.limit), {})]
+        there = measured(folder, context)
+        asked = [x for x in trials if (x.memory, x.limit) not in there]
         if asked:
             own = zip(asked, scores(model, tokenizer, context, asked), strict=True)
-            held = token_bytes(model)
-            add_found(
-                folder,
-                [Found(x.memory, x.limit, task.name, context.digest, x.kept * held, score) for x, score in own],
-            )
+            each = token_bytes(model)
+            found = [Found(x.memory, x.limit, task.name, context.digest, x.kept * each, score) for x, score in own]
+            add_found(folder, found)
 
 
 def main() -> None:

@@ -85,6 +85,11 @@ def read_found(folder: Path) -> Known:
     return known
 
 
+def measured(folder: Path, context: Context) -> set[tuple[str, int]]:
+    """Memories and limits that were measured on a context."""
+    return {memory for memory, own in read_found(folder).items() if context.digest in own}
+
+
 def add_found(folder: Path, found: Iterable[Found]) -> None:
     """To what was measured, all or nothing."""
     path = folder / FOUND

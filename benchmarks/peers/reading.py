@@ -6,14 +6,13 @@ from __future__ import annotations
 from copy import deepcopy
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel
 
 from dofla.integration.cache import state_entry
 from dofla.integration.converted import Converted
-from dofla.integration.interface import dofla_attention, visiting
-from dofla.integration.recorder import evaluation_mode
-from dofla.layers.predictor import input_of
+from dofla.integration.interface import dofla_attention
+from dofla.integration.recorder import AttentionCall, evaluation_mode, module_inputs, recording, run_body
 from dofla.serving.prompt_state import read_prompt
 
 
@@ -22,21 +21,11 @@ class Reading:
     4,096 tokens in float32 1.6 GB."""
 
     def __init__(self, model: PreTrainedModel, ids: Tensor) -> None:
-        self.ids, self._hidden, self._calls = ids, {}, {}
-        names = {module: name for name, module in model.named_modules()}
-
-        def visit(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: None, scaling: float, _) -> None:
-            self._calls[names[module]] = query, key, value, mask, 0.0, scaling
-
-        def enter(module: nn.Module, args: tuple, kwargs: dict) -> None:
-            self._hidden[names[module]] = input_of(args, kwargs)
-
-        attention = [module for module in model.modules() if hasattr(module, "layer_idx")]
-        hooks = [module.register_forward_pre_hook(enter, with_kwargs=True) for module in attention]
-        with torch.inference_mode(), visiting(model, visit):
-            model.base_model(ids, use_cache=False)
-        for hook in hooks:
-            hook.remove()
+        self.ids, self._calls = ids, list[AttentionCall]()
+        attention = [name for name, module in model.named_modules() if hasattr(module, "layer_idx")]
+        record = recording(model, attention, self._calls.append)
+        with torch.inference_mode(), module_inputs(model, attention) as self._hidden, record:
+            run_body(model, {"input_ids": ids})
 
     @property
     def tokens(self) -> int:
@@ -45,7 +34,7 @@ class Reading:
     @property
     def pairs(self) -> list[tuple[Tensor, Tensor]]:
         """Keys and values [1, Hkv, L, d] of each layer."""
-        return [call[1:3] for call in self._calls.values()]
+        return [(call.key, call.value) for call in self._calls]
 
     def cache_of(self, student: PreTrainedModel) -> Cache:
         """The cache of a compressed copy of the original that has read the context in one call."""
@@ -53,11 +42,11 @@ class Reading:
             return read_prompt(student, self.ids, chunk=self.tokens)
         cache = DynamicCache(config=student.config)
         with torch.inference_mode(), evaluation_mode(student):
-            for name, call in self._calls.items():
-                module = student.get_submodule(name)
-                entry = state_entry(cache, module)
-                cache.update(*call[1:3], module.layer_idx)
-                dofla_attention(module, *call, dofla_entry=entry, dofla_hidden=self._hidden[name])
+            for call in self._calls:
+                module = student.get_submodule(call.name)
+                given = {"dofla_entry": state_entry(cache, module), "dofla_hidden": self._hidden[call.name]}
+                cache.update(call.key, call.value, module.layer_idx)
+                dofla_attention(module, call.query, call.key, call.value, None, scaling=call.scaling, **given)
         return cache
 
 

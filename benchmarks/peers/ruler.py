@@ -28,7 +28,7 @@ import torch
 import typer
 from continuation import CODED, coded_bytes, options_of
 from judging import SOFTMAX, filled, token_bytes
-from questions import Context, Found, Known, Task, add_found, read_found, score, write_tasks
+from questions import Context, Found, Known, Task, add_found, measured, read_found, score, write_tasks
 from reading import Reading, copied
 from rich.console import Console
 from rich.table import Table
@@ -99,8 +99,8 @@ def ask(
 ) -> None:
     """Write what memories score, unless it is there."""
     for context in task.contexts:
-        known = read_found(folder)
-        lacking = [name for name in (*BITS, *students) if context.digest not in known.get((name, 0), {})]
+        there = measured(folder, context)
+        lacking = [name for name in (*BITS, *students) if (name, 0) not in there]
         if lacking:
             own = answers(model, tokenizer, students, context, lacking)
             add_found(folder, [Found(name, 0, task.name, context.digest, held, found) for name, held, found in own])
@@ -112,13 +112,9 @@ def merged(known: Known, tasks: list[Task], title: str) -> Table:
     shown = table("memory", "after a context", *heads, f"mean of {len(tasks)}")
     shown.title, rows = title, []
     for (memory, _), own in known.items():
-        found = [[own[x.digest] for x in task.contexts if x.digest in own] for task in tasks]
-        if held := max((x.bytes for each in found for x in each), default=0):
-            # A task counts when all of its contexts were measured.
-            scores = [
-                [x.score for x in each] if len(each) == len(task.contexts) else []
-                for each, task in zip(found, tasks, strict=True)
-            ]
+        found = [[own.get(x.digest) for x in task.contexts] for task in tasks]
+        if held := max((x.bytes for each in found for x in each if x), default=0):
+            scores = [[x.score for x in each] if all(each) else [] for each in found]  # of tasks that were measured
             rows.append((-held, -sum(map(sum, scores)), memory, scores))
     for held, _, memory, scores in sorted(rows):
         cells, mean = [f"{fmean(own):.2f}" if own else "" for own in scores], ""
@@ -156,15 +152,18 @@ def main(
     out.mkdir(parents=True, exist_ok=True)
     windows = calibrate and dofla.token_windows(calibrate, tokenizer, **default_cut(length))
     suffix = f", calibrated on {calibrate.name}" if calibrate else ""
+    memories = {f"dofla, {text}{suffix}": own for text, own in options.items()}
+    there = set.intersection(*(measured(out, context) for each in tasks for context in each.contexts))
     students = {
-        f"dofla, {text}{suffix}": dofla.compress(copied(teacher), windows, tokenizer=tokenizer, **own)
-        for text, own in options.items()
+        memory: dofla.compress(copied(teacher), windows, tokenizer=tokenizer, **own)
+        for memory, own in memories.items()
+        if (memory, 0) not in there
     }
     for each in tasks:
         ask(out, teacher, tokenizer, students, each)
     if kvpress:
         known, asked = read_found(out), [context.digest for each in tasks for context in each.contexts]
-        write_tasks(out, tasks, sorted({max(known[memory, 0][x].bytes for x in asked) for memory in students}))
+        write_tasks(out, tasks, sorted({max(known[memory, 0][x].bytes for x in asked) for memory in memories}))
         subprocess.run([kvpress, Path(__file__).parent / "press_ruler.py", "--model", model, out], check=True)
     title = f"{model}: RULER, {length} tokens, {haystack} in place of its essays, contexts of each task: {contexts}"
     Console(width=220).print(merged(read_found(out), tasks, title))

@@ -123,7 +123,7 @@ def test_models_of_one_size_take_no_more_than_its_bytes(continuation, tiny):
     known = dofla.calibrate(model, dofla.TokenWindows(tiny.tokens(2, 48)))
     limit = continuation.limit_of(model, size_of(model, 48))
     aligned = 4 * len(PARTS) * (ALIGNMENT - 1)  # each of two layers' two KV heads has a size, and so parts, of its own
-    for name, make in continuation.students(size_of(model, 48), known, known).items():
+    for name, make in continuation.students(size_of(model, 48), lambda: known, lambda: known).items():
         held = continuation.judge_student(make(model), tiny.tokens(1, WRITTEN + 40))[1]
         assert 0.5 * limit < held <= limit + aligned, name
         dofla.restore(model)

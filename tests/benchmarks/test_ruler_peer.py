@@ -179,7 +179,7 @@ def test_the_command_prints_a_row_of_each_memory(
             "sample in place of its essays, contexts of each task: 1",
         ):
             assert text in printed
-        monkeypatch.setattr(modules[0], "answers", None)
+        monkeypatch.setattr(dofla, "compress", None)
     for text in ("size", "=3MiB"):
         with pytest.raises(typer.BadParameter, match="give NAME=VALUE,NAME=VALUE"):
             modules[0].options_of(text)

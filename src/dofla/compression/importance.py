@@ -4,18 +4,14 @@ A text stands there twice in a row, and queries of the second time say how impor
 """
 
 from collections.abc import Callable, Collection
-from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from dofla.attention import attention_and_importance
-from dofla.integration.recorder import AttentionCall, recording, run_body
-from dofla.layers import input_of
+from dofla.integration.recorder import AttentionCall, module_inputs, recording, run_body
 
 FIRST = 16
 """Tokens of a text that do not count: attention sinks are none of the predictor's concern."""
@@ -55,10 +51,7 @@ def measure_importance(
 ) -> dict[str, Tensor]:
     """The weights of the predictors of layers [Hkv, D + 1], float16, by texts [n]; ``read`` gets the tokens that were
     read after each. A layer whose input is not that of its module's tokens has none."""
-    fits, inputs = {name: _Fit() for name in layers}, dict[str, Tensor | None]()
-
-    def take(name: str, _: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        inputs[name] = input_of(args, kwargs)
+    fits = {name: _Fit() for name in layers}
 
     def look(call: AttentionCall) -> None:
         hidden, tokens = inputs.pop(call.name, None), call.query.shape[2] // 2
@@ -67,12 +60,8 @@ def measure_importance(
             importance = attention_and_importance(*vectors, call.scaling, tokens)[1]
             fits[call.name].add(hidden[0, FIRST:tokens], importance[0, :, FIRST:])
 
-    with ExitStack() as stack:
-        for name in layers:
-            hook = model.get_submodule(name).register_forward_pre_hook(partial(take, name), with_kwargs=True)
-            stack.callback(hook.remove)
-        with recording(model, layers, look):
-            for text in texts:
-                run_body(model, {"input_ids": text.repeat(2).unsqueeze(0)})
-                read(2 * len(text))
+    with module_inputs(model, layers) as inputs, recording(model, layers, look):
+        for text in texts:
+            run_body(model, {"input_ids": text.repeat(2).unsqueeze(0)})
+            read(2 * len(text))
     return {name: fit.weight() for name, fit in fits.items() if isinstance(fit.moments, Tensor)}

@@ -71,15 +71,15 @@ def attach(model: PreTrainedModel, plan: Plan) -> list[AttachedLayer]:
         own.hooks = [module.register_forward_pre_hook(hand_over_cache, with_kwargs=True)]
         attached.append(own)
     if attached:
-        body = model.base_model
-        hooks = attached[0].hooks
+        body, hooks = model.base_model, attached[0].hooks
+        called = [model] if body is model else [model, body]
         hooks.append(model.register_forward_pre_hook(record_candidates, with_kwargs=True))
-        hooks += [each.register_forward_pre_hook(begin_call, with_kwargs=True) for each in {model, body}]
+        hooks += [each.register_forward_pre_hook(begin_call, with_kwargs=True) for each in called]
         if plan.prefill == "twice":
             first, second = (partial(read, model) for read in (read_first, read_second))
             hooks.append(body.register_forward_pre_hook(first, with_kwargs=True))
             hooks.append(body.register_forward_hook(second, with_kwargs=True))
-        hooks += [each.register_forward_hook(end_call, always_call=True) for each in {model, body}]
+        hooks += [each.register_forward_hook(end_call, always_call=True) for each in called]
     return attached
 
 

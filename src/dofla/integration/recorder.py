@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -19,7 +19,7 @@ from dofla.errors import DoflaError
 from dofla.integration.interface import is_causal, standard_scaling, visiting
 from dofla.integration.offload import device_of
 from dofla.integration.padding import run_padded
-from dofla.layers import AttentionLayer
+from dofla.layers import AttentionLayer, input_of
 
 _ROWS_AT_A_TIME = 64
 
@@ -117,6 +117,22 @@ def recording(model: PreTrainedModel, names: Collection[str], visit: Callable[[A
 
     with evaluation_mode(model), visiting(model, forward_call):
         yield
+
+
+@contextmanager
+def module_inputs(model: PreTrainedModel, names: Collection[str]) -> Iterator[dict[str, Tensor | None]]:
+    """Within the block, the input [B, L, D] of the last call of each of these modules; None if it comes in another
+    form."""
+    inputs = dict[str, Tensor | None]()
+
+    def take(name: str, _: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        inputs[name] = input_of(args, kwargs)
+
+    with ExitStack() as stack:
+        for name in names:
+            hook = model.get_submodule(name).register_forward_pre_hook(partial(take, name), with_kwargs=True)
+            stack.callback(hook.remove)
+        yield inputs
 
 
 def read_windows(
